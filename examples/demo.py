@@ -21,7 +21,7 @@ import roomier
 from roomier.callbacks import LearningRateMonitor, ModelCheckpoint, Throughput
 from roomier.data import TokenDataset, write_tokens
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.schedule import make_schedule
+from roomier.techniques.optim.schedule import make_schedule
 
 VOCAB_SIZE = 2048
 CONTEXT = 128  # tokens

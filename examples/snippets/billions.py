@@ -2,10 +2,10 @@
 
 import torch
 
-from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
 
 with torch.device("meta"):  # allocates no memory

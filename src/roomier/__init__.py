@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from roomier.api.datamodule import DataModule
     from roomier.api.logger import Logger
     from roomier.api.module import Module
+    from roomier.core.device.rng import seed_everything
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-    from roomier.device.rng import seed_everything
     from roomier.plan import Plan
     from roomier.prepared.accelerator import Accelerator
     from roomier.prepared.prepare import prepare
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = version("roomier")
 
-_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
+_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "loggers", "memory", "models", "tuner")
 
 # Imported on first use, so that creating a Plan or printing the command's help does not wait for the import of torch.
 _HOMES = {
@@ -37,7 +37,7 @@ _HOMES = {
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
     "prepare": "roomier.prepared.prepare",
-    "seed_everything": "roomier.device.rng",
+    "seed_everything": "roomier.core.device.rng",
 }
 
 

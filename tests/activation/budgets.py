@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from roomier import Module
-from roomier.activation.block_forward import Keep
-from roomier.activation.budget import BudgetedRecompute
 from roomier.core.ranks import Ranks
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
+from roomier.planner.memory.tracker import tracking
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.budget import BudgetedRecompute
 
 Budget = float | int | str | None
 NUM_STEPS = 5  # the budget applies from the third step

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.core.wrapped_forward import unwrap
 from roomier.plan.parts import ActivationPlan, OffloadPlan
+from roomier.techniques.activation.recompute import apply_recompute
 from tests.activation.kinds import Loss
 
 CPU = torch.device("cpu")

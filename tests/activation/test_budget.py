@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from roomier import Trainer
-from roomier.activation import stages
-from roomier.activation.block_forward import Keep
-from roomier.activation.profile import Call, Interception
 from roomier.core.errors import TrainingError
 from roomier.core.torch_private import version_of
+from roomier.techniques.activation import stages
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.profile import Call, Interception
 from tests.activation.budgets import (
     Language,
     Net,

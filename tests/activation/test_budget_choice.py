@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from roomier.activation.choose import Option, Stage, choose, least_peak_bytes, peak_bytes
+from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes, peak_bytes
 
 
 def random_stages(draw: random.Random, num_stages: int, num_options: int) -> list[Stage]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.activation.block_forward import Keep
+from roomier.techniques.activation.block_forward import Keep
 from tests.activation.budgets import Language, Taken, assert_same_training, tokens, train
 
 TOLERANCE = 1.03

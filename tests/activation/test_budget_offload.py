@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from roomier import Trainer
-from roomier.activation import budget, recompute
-from roomier.activation.block_forward import Keep
-from roomier.activation.choose import Option, Stage, choose, least_peak_bytes, lost_ns, peak_bytes
-from roomier.activation.disk_copies import DiskCopies
-from roomier.activation.offload import Copies, CopyTimes, Offload, StreamCopies
-from roomier.activation.profile import Call
-from roomier.activation.stages import MOVED, WAYS, moved_ns
 from roomier.core.errors import RoomierError
 from roomier.core.torch_private import seen_as_saved
 from roomier.engine.eager import EagerEngine
+from roomier.techniques.activation import budget, recompute
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.techniques.activation.disk_copies import DiskCopies
+from roomier.techniques.activation.offload import Copies, CopyTimes, Offload, StreamCopies
+from roomier.techniques.activation.profile import Call
+from roomier.techniques.activation.stages import MOVED, WAYS, moved_ns
 from tests.activation.budgets import (
     Language,
     Net,

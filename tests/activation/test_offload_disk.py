@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from roomier import Module, Trainer
-from roomier.activation.block_forward import BlockForward, Keep
-from roomier.activation.disk_copies import DiskCopies
-from roomier.activation.offload import Offload
 from roomier.callbacks import MemoryForecast
 from roomier.core.errors import TierError
 from roomier.core.wrapped_forward import install, unwrap
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.tiers.regions import GROWTH_BYTES, Region, Regions
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.activation.block_forward import BlockForward, Keep
+from roomier.techniques.activation.disk_copies import DiskCopies
+from roomier.techniques.activation.offload import Offload
+from roomier.techniques.tiers.regions import GROWTH_BYTES, Region, Regions
+from roomier.techniques.tiers.scratch import Scratch
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache
 from tests.activation.test_offload import CPU, NUM_BLOCKS, Net, _is_block

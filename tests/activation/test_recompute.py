@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roomier.activation import recompute
-from roomier.activation.offload import Offload
+from roomier.techniques.activation import recompute
+from roomier.techniques.activation.offload import Offload
 from tests.activation.kinds import KINDS
 from tests.activation.steps import WAYS, Step, assert_equal, recomputed, step_of, use_no_cache
 

@@ -13,10 +13,10 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.kinds import Kind
-from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.tracker import tracking
 
 SEQUENCES, TOKENS, WIDTH, HEADS = 4, 64, 64, 4
 INPUT = SEQUENCES * TOKENS * WIDTH * 4

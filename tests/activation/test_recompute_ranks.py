@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.parallel.collectives import PairwiseAllGather
+from roomier.techniques.parallel.collectives import PairwiseAllGather
 from tests.covering import covering
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from roomier import Module, Trainer
-from roomier.activation import recompute
-from roomier.activation.offload import Offload
 from roomier.core.wrapped_forward import WrappedForward
 from roomier.models.gpt import GPT, GPTConfig
+from roomier.techniques.activation import recompute
+from roomier.techniques.activation.offload import Offload
 
 Make = Callable[..., Trainer]
 LEVERS: list[dict[str, Any]] = [

@@ -14,13 +14,13 @@ from torch import nn
 
 from roomier import Trainer
 from roomier.adapters import adapter_state, merge_lora
-from roomier.adapters.found import adapters_of, as_keyword
-from roomier.adapters.layers import Adapted, is_adapter
 from roomier.api.blocks import find_blocks
 from roomier.checkpoint import load_module
+from roomier.checkpoint.export.safetensors import export_safetensors
 from roomier.core.errors import CheckpointError, PlanError, RoomierError
-from roomier.export.safetensors import export_safetensors
 from roomier.plan.parts import AdapterPlan
+from roomier.techniques.adapters.found import adapters_of, as_keyword
+from roomier.techniques.adapters.layers import Adapted, is_adapter
 from tests.adapters.models import MODELS, Adaptable, loss_of, make_transformer, token_batches
 
 MakeTrainer = Callable[..., Trainer]

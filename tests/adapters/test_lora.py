@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier import RoomierError, Trainer
-from roomier.adapters.layers import Adapted, is_adapter, is_transposed
-from roomier.adapters.lora import adapter_state, apply_lora, merge_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.plan.parts import AdapterPlan
+from roomier.techniques.adapters.layers import Adapted, is_adapter, is_transposed
+from roomier.techniques.adapters.lora import adapter_state, apply_lora, merge_lora, quantise_base
 from tests.adapters.models import MODELS, Adaptable, loss_of, make_gpt, make_transformer, token_batches
 
 

@@ -1,15 +1,15 @@
 """The plan of a run contains the adapters of the model, before and after the engine is built."""
 
-from roomier.adapters.found import name_adapters
-from roomier.adapters.lora import adapted_layers, apply_lora
 from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
 from roomier.core.ranks import Ranks
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
-from roomier.optim.configured import Configured
 from roomier.plan import plan_from_flags
 from roomier.plan.parts import AdapterPlan
+from roomier.techniques.adapters.found import name_adapters
+from roomier.techniques.adapters.lora import adapted_layers, apply_lora
+from roomier.techniques.optim.configured import Configured
 from tests.adapters.models import make_gpt
 
 

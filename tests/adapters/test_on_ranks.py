@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from roomier.adapters.layers import InFewBits, is_adapter
-from roomier.adapters.lora import adapter_state
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build
@@ -22,6 +20,8 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.engine.weights_file import WeightsFile
 from roomier.plan import plan_from_flags
+from roomier.techniques.adapters.layers import InFewBits, is_adapter
+from roomier.techniques.adapters.lora import adapter_state
 from tests.adapters.models import Adaptable, make_gpt, token_batches
 from tests.ranks.pool import RankPool
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from roomier import Module, Trainer
-from roomier.adapters.layers import Adapted, InFewBits, is_adapter
-from roomier.adapters.lora import adapter_state, merge_lora
 from roomier.callbacks.model_summary import summarize
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.techniques.adapters.layers import Adapted, InFewBits, is_adapter
+from roomier.techniques.adapters.lora import adapter_state, merge_lora
 from tests.adapters.models import Adaptable, loss_of, make_gpt, token_batches
 
 MakeTrainer = Callable[..., Trainer]

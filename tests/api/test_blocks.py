@@ -7,7 +7,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.shard import parts_of, root_parameters_of, units_of
+from roomier.techniques.parallel.shard import parts_of, root_parameters_of, units_of
 
 
 class Layer(nn.Module):

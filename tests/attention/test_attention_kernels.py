@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from roomier import Module, Trainer
-from roomier.attention.kernels import attention_context
-from roomier.attention.watch import AttentionReport, AttentionWatch, Call
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan.parts import AttentionPlan
+from roomier.techniques.attention.kernels import attention_context
+from roomier.techniques.attention.watch import AttentionReport, AttentionWatch, Call
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 TOKENS = torch.arange(32).view(2, 16) % 20

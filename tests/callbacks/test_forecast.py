@@ -17,9 +17,9 @@ from roomier.callbacks import Callback, MemoryAnatomy, MemoryForecast
 from roomier.callbacks import forecast as forecast_module
 from roomier.callbacks import tracked_step as tracked
 from roomier.core.errors import RoomierError
-from roomier.memory import predict
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.measured.record import Record, read_record
+from roomier.planner.memory import predict
 from roomier.trainer import Trainer, forecasts
 from tests.planner import page_examples
 from tests.ranks.pool import RankPool

@@ -10,7 +10,7 @@ from torch import nn
 from roomier.callbacks import ModelSummary
 from roomier.callbacks.model_summary import Row, optimizer_table, summarize
 from roomier.core.errors import RoomierError
-from roomier.optim.by_name import make_optimizer
+from roomier.techniques.optim.by_name import make_optimizer
 from roomier.trainer import Trainer
 
 

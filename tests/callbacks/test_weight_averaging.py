@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import roomier
 from roomier.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from roomier.core.errors import RoomierError
-from roomier.optim.averaging import WeightAverage, average_into
+from roomier.techniques.optim.averaging import WeightAverage, average_into
 from roomier.trainer import Trainer
 
 Make = Callable[..., Trainer]

@@ -17,9 +17,9 @@ from torch import nn
 
 from roomier import Trainer
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
+from roomier.checkpoint.export.lightning import export_lightning
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
-from roomier.export.lightning import export_lightning
 from tests.checkpoint.lightning_runs import OwnModule, fit_in_lightning, lightning_module, loader
 from tests.ranks.pool import RankPool
 

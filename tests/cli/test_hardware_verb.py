@@ -6,8 +6,8 @@ import pytest
 
 from roomier.cli import hardware_verb
 from roomier.cli.main import main
-from roomier.hardware import cache
-from roomier.hardware.this_machine import this_machine
+from roomier.planner.hardware import cache
+from roomier.planner.hardware.this_machine import this_machine
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 import roomier.callbacks
-import roomier.tuner
+import roomier.train.tuner
 
-LATE = [roomier.callbacks, roomier.tuner]
+LATE = [roomier.callbacks, roomier.train.tuner]
 
 
 @pytest.mark.parametrize("package", LATE, ids=lambda each: each.__name__)
@@ -26,10 +26,10 @@ def test_a_star_import_imports_every_public_name() -> None:
 
 
 def test_importing_a_file_first_does_not_replace_a_function() -> None:
-    import roomier.tuner.range_test
+    import roomier.train.tuner.range_test
 
-    assert callable(roomier.tuner.lr_find)
-    assert roomier.tuner.range_test.lr_find is roomier.tuner.lr_find
+    assert callable(roomier.train.tuner.lr_find)
+    assert roomier.train.tuner.range_test.lr_find is roomier.train.tuner.lr_find
 
 
 def test_a_file_of_the_package_is_available_as_an_attribute() -> None:
@@ -44,7 +44,12 @@ def test_an_unknown_name_raises_an_error_with_the_package() -> None:
 
 
 def test_importing_the_trainer_does_not_import_rarely_used_modules() -> None:
-    unneeded = ["rich", "roomier.callbacks.spike_guard", "roomier.callbacks.memory_anatomy", "roomier.tuner.batch_size"]
+    unneeded = [
+        "rich",
+        "roomier.callbacks.spike_guard",
+        "roomier.callbacks.memory_anatomy",
+        "roomier.train.tuner.batch_size",
+    ]
     unneeded += [
         "torch.distributed.fsdp",
         "torch.distributed.tensor",

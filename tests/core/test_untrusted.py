@@ -15,11 +15,11 @@ from roomier.core.errors import RoomierError
 from roomier.core.untrusted import MAX_TEXT_BYTES, MAX_YAML_BYTES, lines_of, read_text
 from roomier.data import TokenDataset
 from roomier.engine.weights_file import WeightsFile
-from roomier.hardware.spec import machine_of_file
 from roomier.loggers import CSVLogger, JSONLLogger
 from roomier.loggers.run_ids import read_id
-from roomier.migrate.deepspeed.objects import read_config as read_deepspeed_config
 from roomier.plan import Plan
+from roomier.plan.migrate.deepspeed.objects import read_config as read_deepspeed_config
+from roomier.planner.hardware.spec import machine_of_file
 from roomier.planner.hugging_face import read_config as read_hugging_face_config
 from roomier.planner.measured.record import read_record
 

@@ -8,8 +8,8 @@ import yaml
 from roomier.core import yaml_text
 from roomier.core.errors import RoomierError
 from roomier.core.yaml_text import BoundedLoader, ExpansionError, check_aliases
-from roomier.hardware.spec import machine_of_file
 from roomier.plan import Plan
+from roomier.planner.hardware.spec import machine_of_file
 
 LEVELS = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 8)}]" for level in range(1, 40)]
 BOMB = "\n".join(["a0: &a0 [x, x]", *LEVELS])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.data.source import Source
-from roomier.device.rng import rng_state, set_rng_state
 from tests.data.pretended import Pretended
 
 NUM_SAMPLES = 22

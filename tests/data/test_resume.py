@@ -21,10 +21,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from roomier.core.device.rng import rng_state, seed_everything, set_rng_state
 from roomier.core.errors import DataError
 from roomier.data.same import is_same
 from roomier.data.source import Source
-from roomier.device.rng import rng_state, seed_everything, set_rng_state
 from tests.data.numbers import NUM_SAMPLES, Noisy, NoisyStream, Numbers, same, samples, weighted
 from tests.data.pretended import Pretended
 

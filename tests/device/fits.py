@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Callback, Logger, Module, Trainer
 from roomier.core.errors import PlanError
-from roomier.hardware.this_machine import this_machine
 from roomier.plan import ActivationPlan
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 from tests.simulator import simulated
 from tests.simulator.gpt import CONTEXT, GPT, batches

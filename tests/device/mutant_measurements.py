@@ -14,38 +14,38 @@ from typing import Any
 import torch
 from torch import nn
 
-import roomier.activation.profile
 import roomier.bench.gpu.copies as copies_part
 import roomier.bench.gpu.mfu as mfu_part
 import roomier.bench.raw_collectives
-import roomier.hardware.measure
-import roomier.hardware.rank_worker
-from roomier.activation.disk_copies import DiskCopies
-from roomier.activation.offload import Copies
+import roomier.planner.hardware.measure
+import roomier.planner.hardware.rank_worker
+import roomier.techniques.activation.profile
 from roomier.bench.lever_worker import Measurement
 from roomier.bench.seed.worker import StepTimes
 from roomier.bench.strategy_ranks import Strategy
 from roomier.callbacks.throughput import Throughput
+from roomier.core.device import capability
+from roomier.core.device.streams import synchronize, timed_event
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
-from roomier.device import capability
-from roomier.device.streams import synchronize, timed_event
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.activation.disk_copies import DiskCopies
+from roomier.techniques.activation.offload import Copies
+from roomier.techniques.tiers.scratch import Scratch
 from tests.device.mutant_scenario import DEVICE, device, pending
 
 
 def measured_seconds() -> list[Any]:
-    roomier.hardware.measure.seconds_of(pending, device())
+    roomier.planner.hardware.measure.seconds_of(pending, device())
     return []
 
 
 def measured_host_copies() -> list[Any]:
-    roomier.hardware.measure.host_copy_rate(device(), 0.0, 4096)
+    roomier.planner.hardware.measure.host_copy_rate(device(), 0.0, 4096)
     return []
 
 
 def measured_ranks() -> list[Any]:
-    roomier.hardware.rank_worker._repeated(pending, device())
+    roomier.planner.hardware.rank_worker._repeated(pending, device())
     return []
 
 
@@ -103,7 +103,7 @@ def measured_strategy() -> list[Any]:
 
 
 def recorded_profile() -> list[Any]:
-    recorder = roomier.activation.profile.Recorder([], device())
+    recorder = roomier.techniques.activation.profile.Recorder([], device())
     recorder.start()
     recorder.stop()
     return []

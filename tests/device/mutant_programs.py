@@ -21,26 +21,26 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import roomier.activation.profile
 import roomier.bench.raw_collectives
-import roomier.hardware.measure
-import roomier.hardware.rank_worker
+import roomier.planner.hardware.measure
+import roomier.planner.hardware.rank_worker
+import roomier.techniques.activation.profile
 from roomier import Module, checkpoint
-from roomier.activation.disk_copies import DiskCopies
-from roomier.activation.offload import Copies, Offload
 from roomier.checkpoint.agree import all_ranks
+from roomier.core.device.transfer import BatchMover
 from roomier.core.exchange import Exchange
 from roomier.core.log import quiet
 from roomier.core.vote import Vote
-from roomier.device.transfer import BatchMover
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.optim.adamw import StepValues
-from roomier.parallel.collectives import PairwiseAllGather
-from roomier.parallel.powersgd import PowerSGD
 from roomier.plan import plan_from_flags
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.activation.disk_copies import DiskCopies
+from roomier.techniques.activation.offload import Copies, Offload
+from roomier.techniques.optim.adamw import StepValues
+from roomier.techniques.parallel.collectives import PairwiseAllGather
+from roomier.techniques.parallel.powersgd import PowerSGD
+from roomier.techniques.tiers.scratch import Scratch
 from tests.device.mutant_reads import quiet_trainer
 from tests.device.mutant_scenario import DEVICE, device, pending
 from tests.simulator.gpt import GPT, batches
@@ -199,7 +199,11 @@ class _Later:
 
 @contextmanager
 def _late_communication() -> Iterator[None]:
-    exchange, pairwise, reduce = dist.batch_isend_irecv, roomier.parallel.collectives.exchange, dist.all_reduce
+    exchange, pairwise, reduce = (
+        dist.batch_isend_irecv,
+        roomier.techniques.parallel.collectives.exchange,
+        dist.all_reduce,
+    )
 
     def exchange_later(operations: list[Any]) -> list[Any]:
         return [_Later(lambda: [each.wait() for each in exchange(operations)])]
@@ -212,7 +216,7 @@ def _late_communication() -> Iterator[None]:
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", exchange_later),
-        mock.patch.object(roomier.parallel.collectives, "exchange", pairwise_later),
+        mock.patch.object(roomier.techniques.parallel.collectives, "exchange", pairwise_later),
         mock.patch.object(dist, "all_reduce", reduce_later),
     ):
         yield

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Module, Trainer
-from roomier.adapters.lora import apply_lora
 from roomier.callbacks import prediction_writer
 from roomier.callbacks.early_stopping import EarlyStopping
 from roomier.callbacks.spike_guard import SpikeGuard
 from roomier.callbacks.weight_averaging import WeightAveraging
+from roomier.checkpoint.export import adapter, compared, onnx
 from roomier.checkpoint.tensor_file import bytes_of
+from roomier.core.device import rng
 from roomier.core.ranks import Ranks
 from roomier.core.wire import encode
-from roomier.device import rng
-from roomier.export import adapter, compared, onnx
 from roomier.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from roomier.plan.parts import AdapterPlan
 from roomier.planner import workload
 from roomier.planner.fake import known_values, shapes
+from roomier.techniques.adapters.lora import apply_lora
 from roomier.train import evaluate
 from roomier.train.saving import save
 from roomier.trainer.lightning.predicted import PredictLoop

@@ -77,21 +77,23 @@ PROGRAMS: dict[str, Scenario] = {
 
 # The program that fails without each synchronization of roomier.
 DETECTED: dict[str, str] = {
-    "roomier.activation.disk_copies:DiskCopies._finished_ns | self.wait(self.mark())": "disk times",
-    "roomier.activation.disk_copies:DiskCopies.wait | self._link.wait(mark.read.mark)": "disk",
-    "roomier.activation.disk_copies:DiskCopies.wait_to_free | self._link.wait(mark.link)": "disk",
-    "roomier.activation.offload:Copies._finished_ns | synchronize(self.device)": "offload times",
-    "roomier.activation.offload:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
-    "roomier.activation.offload:StreamCopies.to_host | "
+    "roomier.techniques.activation.disk_copies:DiskCopies._finished_ns | self.wait(self.mark())": "disk times",
+    "roomier.techniques.activation.disk_copies:DiskCopies.wait | self._link.wait(mark.read.mark)": "disk",
+    "roomier.techniques.activation.disk_copies:DiskCopies.wait_to_free | self._link.wait(mark.link)": "disk",
+    "roomier.techniques.activation.offload:Copies._finished_ns | synchronize(self.device)": "offload times",
+    "roomier.techniques.activation.offload:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
+    "roomier.techniques.activation.offload:StreamCopies.to_host | "
     "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)": "offload",
-    "roomier.activation.offload:StreamCopies._copy | self._stream.wait_event(start)": "offload",
-    "roomier.activation.offload:StreamCopies.mark | self._stream.record_event()": "offload",
-    "roomier.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)": "offload",
-    "roomier.activation.offload:Copies.wait_to_free | self.wait(mark)": "offload",
-    "roomier.activation.offload:StreamCopies.start | computing_stream(self.device).record_event()": "offload",
-    "roomier.activation.offload:Visit.arrive | copies.wait(self._mark)": "offload",
-    "roomier.activation.offload:Visit.leave | copies.wait(self._mark)": "offload",
-    "roomier.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
+    "roomier.techniques.activation.offload:StreamCopies._copy | self._stream.wait_event(start)": "offload",
+    "roomier.techniques.activation.offload:StreamCopies.mark | self._stream.record_event()": "offload",
+    "roomier.techniques.activation.offload:StreamCopies.wait | "
+    "computing_stream(self.device).wait_event(mark)": "offload",
+    "roomier.techniques.activation.offload:Copies.wait_to_free | self.wait(mark)": "offload",
+    "roomier.techniques.activation.offload:StreamCopies.start | "
+    "computing_stream(self.device).record_event()": "offload",
+    "roomier.techniques.activation.offload:Visit.arrive | copies.wait(self._mark)": "offload",
+    "roomier.techniques.activation.offload:Visit.leave | copies.wait(self._mark)": "offload",
+    "roomier.techniques.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
     "roomier.bench.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
     "roomier.bench.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
     "roomier.bench.gpu.copies:_copy_s | synchronize(device) #2": "bandwidth",
@@ -120,54 +122,59 @@ DETECTED: dict[str, str] = {
     "roomier.core.vote:Vote._arrived | work.wait()": "vote",
     "roomier.core.wire:_Encoder.node | value.detach().cpu()": "message",
     "roomier.data.choose:_process_changes | changes['pin_memory'] = True": "fit",
-    "roomier.device.capability:_tried | torch.empty(1, pin_memory=True)": "capabilities",
-    "roomier.device.rng:check_generator_state | state.cpu()": "checked random states",
-    "roomier.device.rng:set_rng_state | state['torch'].cpu()": "random states",
-    "roomier.device.rng:set_rng_state | own.cpu()": "random states",
-    "roomier.device.streams:timed_event | event.record(computing_stream(device))": "events",
-    "roomier.device.streams:synchronize | torch.accelerator.synchronize(device)": "seconds",
-    "roomier.device.transfer:BatchMover.__call__ | copied.record_stream(computing)": "batches",
-    "roomier.device.transfer:BatchMover.__call__ | computing.wait_stream(self._stream)": "batches",
+    "roomier.core.device.capability:_tried | torch.empty(1, pin_memory=True)": "capabilities",
+    "roomier.core.device.rng:check_generator_state | state.cpu()": "checked random states",
+    "roomier.core.device.rng:set_rng_state | state['torch'].cpu()": "random states",
+    "roomier.core.device.rng:set_rng_state | own.cpu()": "random states",
+    "roomier.core.device.streams:timed_event | event.record(computing_stream(device))": "events",
+    "roomier.core.device.streams:synchronize | torch.accelerator.synchronize(device)": "seconds",
+    "roomier.core.device.transfer:BatchMover.__call__ | copied.record_stream(computing)": "batches",
+    "roomier.core.device.transfer:BatchMover.__call__ | computing.wait_stream(self._stream)": "batches",
     "roomier.engine.offloaded_updates:OffloadedUpdates._updating | "
     "self._stream.wait_stream(computing_stream(self._device))": "states",
     "roomier.engine.offloaded_updates:OffloadedUpdates._join | "
     "computing_stream(self._device).wait_stream(self._stream)": "states",
-    "roomier.export.adapter:export_adapter | each.detach().cpu()": "exported modules",
-    "roomier.export.adapter:_as_in_peft | b.detach().cpu()": "exported factors",
-    "roomier.export.compared:_difference | own.detach().cpu()": "compared outputs",
-    "roomier.export.compared:_difference | other.detach().cpu()": "compared outputs",
-    "roomier.export.onnx:_session | each.detach().cpu()": "onnx",
-    "roomier.hardware.measure:host_copy_rate | torch.ones(num_bytes // 4, pin_memory=True)": "host copies",
-    "roomier.hardware.measure:seconds_of | synchronize(device)": "seconds",
-    "roomier.hardware.measure:seconds_of | synchronize(device) #2": "seconds",
-    "roomier.hardware.rank_worker:_repeated | synchronize(device)": "ranks",
-    "roomier.hardware.rank_worker:_repeated | synchronize(device) #2": "ranks",
+    "roomier.checkpoint.export.adapter:export_adapter | each.detach().cpu()": "exported modules",
+    "roomier.checkpoint.export.adapter:_as_in_peft | b.detach().cpu()": "exported factors",
+    "roomier.checkpoint.export.compared:_difference | own.detach().cpu()": "compared outputs",
+    "roomier.checkpoint.export.compared:_difference | other.detach().cpu()": "compared outputs",
+    "roomier.checkpoint.export.onnx:_session | each.detach().cpu()": "onnx",
+    "roomier.planner.hardware.measure:host_copy_rate | torch.ones(num_bytes // 4, pin_memory=True)": "host copies",
+    "roomier.planner.hardware.measure:seconds_of | synchronize(device)": "seconds",
+    "roomier.planner.hardware.measure:seconds_of | synchronize(device) #2": "seconds",
+    "roomier.planner.hardware.rank_worker:_repeated | synchronize(device)": "ranks",
+    "roomier.planner.hardware.rank_worker:_repeated | synchronize(device) #2": "ranks",
     "roomier.models.deepspeech:DeepSpeech.forward | num_frames.cpu()": "speech",
     "roomier.models.deepspeech:DeepSpeech.forward | num_letters.cpu()": "speech",
-    "roomier.offload.memory:DeviceMemory.free | self._owner.wait_event(self._copied)": "parameters",
-    "roomier.offload.memory:DeviceMemory._copy | "
+    "roomier.techniques.offload.memory:DeviceMemory.free | self._owner.wait_event(self._copied)": "parameters",
+    "roomier.techniques.offload.memory:DeviceMemory._copy | "
     "self._stream.wait_stream(computing_stream(self._device))": "parameters",
-    "roomier.offload.memory:DeviceMemory._copy | self._stream.record_event()": "parameters",
-    "roomier.offload.memory:DeviceMemory._wait | computing_stream(self._device).wait_event(self._copied)": "parameters",
-    "roomier.offload.staging:DeviceStaging.bring | computing_stream(self._device).wait_event(found.arrived)": "states",
-    "roomier.offload.staging:DeviceStaging._started | "
+    "roomier.techniques.offload.memory:DeviceMemory._copy | self._stream.record_event()": "parameters",
+    "roomier.techniques.offload.memory:DeviceMemory._wait | "
+    "computing_stream(self._device).wait_event(self._copied)": "parameters",
+    "roomier.techniques.offload.staging:DeviceStaging.bring | "
+    "computing_stream(self._device).wait_event(found.arrived)": "states",
+    "roomier.techniques.offload.staging:DeviceStaging._started | "
     "self._inward.wait_stream(computing_stream(self._device))": "states",
-    "roomier.offload.staging:DeviceStaging._started | self._inward.wait_event(self._written[record])": "states",
-    "roomier.offload.staging:DeviceStaging._started | self._inward.record_event()": "states",
-    "roomier.offload.staging:DeviceStaging.send | self._outward.wait_stream(computing_stream(self._device))": "states",
-    "roomier.offload.staging:DeviceStaging.send | self._outward.record_event()": "states",
-    "roomier.offload.staging:DeviceStaging._drop | "
+    "roomier.techniques.offload.staging:DeviceStaging._started | "
+    "self._inward.wait_event(self._written[record])": "states",
+    "roomier.techniques.offload.staging:DeviceStaging._started | self._inward.record_event()": "states",
+    "roomier.techniques.offload.staging:DeviceStaging.send | "
+    "self._outward.wait_stream(computing_stream(self._device))": "states",
+    "roomier.techniques.offload.staging:DeviceStaging.send | self._outward.record_event()": "states",
+    "roomier.techniques.offload.staging:DeviceStaging._drop | "
     "computing_stream(self._device).wait_event(present.arrived)": "states",
-    "roomier.offload.staging:DeviceStaging.settle | done.synchronize()": "states",
-    "roomier.offload.staging:DeviceStaging._free_leaving | "
+    "roomier.techniques.offload.staging:DeviceStaging.settle | done.synchronize()": "states",
+    "roomier.techniques.offload.staging:DeviceStaging._free_leaving | "
     "computing_stream(self._device).wait_event(self._leaving[1])": "states",
-    "roomier.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
-    "roomier.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
-    "roomier.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
+    "roomier.techniques.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
+    "roomier.techniques.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
+    "roomier.techniques.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
     "roomier.planner.fake.shapes:_keep_value | tensor.detach().cpu()": "copied values",
     "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
-    "roomier.tiers.buffers:allocate | torch.empty(num_bytes + extra_bytes, dtype=torch.uint8, pin_memory=True)": "disk",
-    "roomier.tiers.transfers:Transfers._complete | job.wait()": "disk",
+    "roomier.techniques.tiers.buffers:allocate | "
+    "torch.empty(num_bytes + extra_bytes, dtype=torch.uint8, pin_memory=True)": "disk",
+    "roomier.techniques.tiers.transfers:Transfers._complete | job.wait()": "disk",
     "roomier.train.evaluate:take_statistics_of_rank_zero | each.cpu()": "evaluated buffers",
     "roomier.train.evaluate:on_host | tensor.cpu()": "streamed predictions",
     "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",
@@ -180,11 +187,13 @@ _TRIES_STREAMS = (
     "raises an error. Without the call, only a device that has streams without events would be treated differently."
 )
 EQUIVALENT: dict[str, str] = {
-    "roomier.device.capability:_use_streams | event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
-    "roomier.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
+    "roomier.core.device.capability:_use_streams | "
+    "event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
+    "roomier.core.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
     "roomier.models.deepspeech:DeepSpeech.forward | self.num_steps(num_frames).cpu()": "Packed sequences accept only "
     "lengths in host memory, so torch raises an error without the copy. The simulated accelerator copies them itself.",
-    "roomier.export.adapter:_as_in_peft | a.detach().cpu()": "Both factors of a layer are on one device, and both "
+    "roomier.checkpoint.export.adapter:_as_in_peft | "
+    "a.detach().cpu()": "Both factors of a layer are on one device, and both "
     "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
 }
 
@@ -196,7 +205,7 @@ OF_THE_HOST = {
     "roomier.bench.rank_processes:_wait | each.wait()",
     "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
     "roomier.core.ranks:close_connections | work.wait(timedelta(milliseconds=1))",
-    "roomier.hardware.measuring:_run_ranks | process.wait()",
+    "roomier.planner.hardware.measuring:_run_ranks | process.wait()",
     "roomier.launch.failure:FailureNews.watch_connecting | is_connected.wait(_END_S + 1.0)",
     "roomier.launch.failure:FailureNews.watch_connecting | is_connected.wait(_POLL_S)",
     "roomier.launch.failure:_end_in_time | is_ending.wait()",

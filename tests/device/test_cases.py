@@ -15,7 +15,7 @@ from torch import Tensor
 from roomier import Callback, Trainer, checkpoint
 from roomier.callbacks import ModelCheckpoint
 from roomier.checkpoint import store
-from roomier.device.transfer import BatchMover
+from roomier.core.device.transfer import BatchMover
 from roomier.plan import Plan
 from roomier.planner.measured import out_of_memory
 from roomier.planner.measured.out_of_memory import OutOfMemory

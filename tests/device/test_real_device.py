@@ -16,11 +16,11 @@ import torch
 
 from roomier import Callback, RoomierError
 from roomier.bench.gpu.planner import forecast_of_allocator
-from roomier.device.capability import capabilities_of
-from roomier.device.memory import allocated_bytes, peak_allocated_bytes, reset_peaks
-from roomier.device.resolve import resolve_device
-from roomier.hardware.this_machine import this_machine
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.memory import allocated_bytes, peak_allocated_bytes, reset_peaks
+from roomier.core.device.resolve import resolve_device
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 from tests.device.runs import NUM_STEPS, Language, difference, loader, trainer_of, weights_of
 from tests.simulator.gpt import CONTEXT

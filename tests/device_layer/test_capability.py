@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from roomier import PlanError
-from roomier.activation.live_bytes import AllocatorBytes, CountedBytes, live_bytes_on
-from roomier.activation.offload import Copies, StreamCopies, copies_on
-from roomier.device import capability
-from roomier.device.capability import Capabilities, capabilities_of, check_computes_in, report_missing
-from roomier.device.memory import free_and_total_bytes, release_cached, statistics
-from roomier.device.streams import synchronize
-from roomier.device.transfer import BatchMover
-from roomier.optim.adamw import StepValues
-from roomier.optim.block_codes import dither
+from roomier.core.device import capability
+from roomier.core.device.capability import Capabilities, capabilities_of, check_computes_in, report_missing
+from roomier.core.device.memory import free_and_total_bytes, release_cached, statistics
+from roomier.core.device.streams import synchronize
+from roomier.core.device.transfer import BatchMover
+from roomier.techniques.activation.live_bytes import AllocatorBytes, CountedBytes, live_bytes_on
+from roomier.techniques.activation.offload import Copies, StreamCopies, copies_on
+from roomier.techniques.optim.adamw import StepValues
+from roomier.techniques.optim.block_codes import dither
 
 CPU = torch.device("cpu")
 ALL = Capabilities(True, True, True, True, frozenset({"adam", "adamw", "sgd"}), capabilities_of(CPU).dtypes)

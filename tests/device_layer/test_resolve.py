@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.device import resolve
-from roomier.device.resolve import group_backend, num_devices, resolve_device
+from roomier.core.device import resolve
+from roomier.core.device.resolve import group_backend, num_devices, resolve_device
 from tests.device_layer.accelerators import have_accelerator
 
 
@@ -90,7 +90,7 @@ def test_the_package_of_tpu_is_imported_on_demand(tmp_path):
         tmp_path,
         """
 import sys, torch
-from roomier.device.resolve import resolve_device
+from roomier.core.device.resolve import resolve_device
 assert "torch_tpu" not in sys.modules
 assert resolve_device("auto").type == "cpu"
 assert resolve_device("tpu") == resolve_device("auto") == torch.device("tpu", 1)
@@ -105,7 +105,7 @@ def test_the_name_of_a_device_that_a_package_added_is_accepted(tmp_path):
         """
 import torch
 from roomier import PlanError, Trainer
-from roomier.device.resolve import resolve_device
+from roomier.core.device.resolve import resolve_device
 from roomier.plan import plan_from_flags
 from roomier.plan.table import rows
 try:

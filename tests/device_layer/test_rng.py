@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roomier import RoomierError, seed_everything
+from roomier.core.device.rng import of_devices, rng_form, rng_state, set_rng_state
 from roomier.core.forms import FormError
-from roomier.device.rng import of_devices, rng_form, rng_state, set_rng_state
 from tests.device_layer.accelerators import have_accelerator
 
 

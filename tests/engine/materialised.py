@@ -18,8 +18,8 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.weights_file import WeightsFile
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.configured import Configured
 from roomier.plan import Plan, plan_from_flags
+from roomier.techniques.optim.configured import Configured
 
 Make = Callable[[], nn.Module]
 

@@ -16,11 +16,11 @@ from torch import nn
 
 import roomier
 from roomier import Module, Trainer
-from roomier.attention.watch import AttentionWatch
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.engine.compile import CompiledForward, _report_uncompiled, compile_blocks
 from roomier.models.gpt import GPT, GPTConfig
+from roomier.techniques.attention.watch import AttentionWatch
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(32).view(2, 16) % 20

@@ -16,8 +16,8 @@ import roomier
 from roomier.core import torch_private
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.by_name import OPTIMIZERS
 from roomier.plan import plan_from_flags
+from roomier.techniques.optim.by_name import OPTIMIZERS
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool

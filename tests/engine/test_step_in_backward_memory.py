@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from roomier.core.ranks import Ranks
-from roomier.memory.kinds import MODEL_STATES, Kind
-from roomier.memory.predict import predict, predict_built
-from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
+from roomier.planner.memory.kinds import MODEL_STATES, Kind
+from roomier.planner.memory.predict import predict, predict_built
+from roomier.planner.memory.tracker import MemoryTracker
 from tests.memory.test_model_states import TOLERANCE, Model, make_engine, ranks_here, tracked_step
 from tests.ranks.pool import RankPool
 

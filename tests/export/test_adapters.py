@@ -15,13 +15,13 @@ from torch import nn
 
 from roomier import Trainer, checkpoint
 from roomier.adapters import adapter_state, merge_lora
-from roomier.adapters.lora import apply_lora
+from roomier.checkpoint.export.adapter import export_adapter, export_adapter_of
+from roomier.checkpoint.export.plain import weights_of
+from roomier.checkpoint.export.safetensors import export_safetensors
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
-from roomier.export.adapter import export_adapter, export_adapter_of
-from roomier.export.plain import weights_of
-from roomier.export.safetensors import export_safetensors
 from roomier.plan.parts import AdapterPlan
+from roomier.techniques.adapters.lora import apply_lora
 from tests.adapters.models import MODELS, loss_of, make_gpt, token_batches
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import roomier
+from roomier.checkpoint.export import hub
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
-from roomier.export import hub
 
 constants = pytest.importorskip("huggingface_hub.constants")
 

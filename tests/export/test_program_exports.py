@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from roomier import Module, Trainer, checkpoint
 from roomier.api.exports import Exports
+from roomier.checkpoint.export.output_file import for_torch, replacing_file
+from roomier.checkpoint.export.plain import plain_model
+from roomier.checkpoint.export.torch_export import export_torch
+from roomier.checkpoint.export.torchscript import export_torchscript
 from roomier.checkpoint.lightning import LightningFile
 from roomier.core.errors import CheckpointError, RoomierError
-from roomier.export.output_file import for_torch, replacing_file
-from roomier.export.plain import plain_model
-from roomier.export.torch_export import export_torch
-from roomier.export.torchscript import export_torchscript
 from tests.checkpoint.lightning_runs import OwnModule, lightning_module, loader
 from tests.export.test_lightning_export import trained_on_ranks
 from tests.ranks.pool import RankPool
@@ -290,8 +290,8 @@ def test_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
 WITHOUT_SPACE = """
 import resource, signal, sys, torch
 from pathlib import Path
-from roomier.export.torch_export import export_torch
-from roomier.export.torchscript import export_torchscript
+from roomier.checkpoint.export.torch_export import export_torch
+from roomier.checkpoint.export.torchscript import export_torchscript
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)

@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from roomier import Module, Trainer, checkpoint
 from roomier.checkpoint import tensor_file
+from roomier.checkpoint.export.safetensors import export_safetensors
 from roomier.cli.main import main
 from roomier.core.errors import CheckpointError, RoomierError
-from roomier.export.safetensors import export_safetensors
 from tests.covering import covering
 from tests.ranks.pool import RankPool
 
@@ -241,7 +241,7 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from roomier.export.safetensors import export_safetensors
+from roomier.checkpoint.export.safetensors import export_safetensors
 
 def memory_kib(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roomier.hardware import cache, measured, this_machine
-from roomier.hardware.measured import Measured, circumstances_of, store, stored
-from roomier.hardware.measuring import measure_quickly
+from roomier.planner.hardware import cache, measured, this_machine
+from roomier.planner.hardware.measured import Measured, circumstances_of, store, stored
+from roomier.planner.hardware.measuring import measure_quickly
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from roomier.hardware.devices import LINK_EFFICIENCY, SHEETS, peak_flops_per_s, plain_name, sheet_of
+from roomier.planner.hardware.devices import LINK_EFFICIENCY, SHEETS, peak_flops_per_s, plain_name, sheet_of
 
 every_sheet = pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.name)
 

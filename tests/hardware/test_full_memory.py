@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roomier.hardware import measure
+from roomier.planner.hardware import measure
 
 CPU = torch.device("cpu")
 

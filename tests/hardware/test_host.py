@@ -3,8 +3,8 @@
 import psutil
 import pytest
 
-from roomier.hardware import host
-from roomier.hardware.host import available_memory_bytes, container_limits, threads_of_rank, total_memory_bytes
+from roomier.planner.hardware import host
+from roomier.planner.hardware.host import available_memory_bytes, container_limits, threads_of_rank, total_memory_bytes
 
 GIB = 2**30
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.hardware.disk import disk_rates
-from roomier.hardware.measure import (
+from roomier.planner.hardware.disk import disk_rates
+from roomier.planner.hardware.measure import (
     memory_rate,
     operation_seconds,
     product_rate,
     seconds_of,
     update_rate,
 )
-from roomier.hardware.measuring import measure_quickly, measure_ranks
+from roomier.planner.hardware.measuring import measure_quickly, measure_ranks
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_rank_that_hangs_is_killed(monkeypatch, tmp_path):
     sleeping.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeping))
     monkeypatch.setattr(subprocess, "Popen", Watched)
-    monkeypatch.setattr("roomier.hardware.measuring._PATIENCE_S", 0.2)
+    monkeypatch.setattr("roomier.planner.hardware.measuring._PATIENCE_S", 0.2)
     with pytest.raises(RoomierError, match="did not end within"):
         measure_ranks(CPU, 2)
     assert [process.poll() is None for process in started] == [False, False]

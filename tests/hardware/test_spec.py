@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from roomier import RoomierError
-from roomier.hardware import spec
-from roomier.hardware.devices import SHEETS
-from roomier.hardware.machine import Link
-from roomier.hardware.spec import machine_as_dict, machine_of, machine_of_dict
+from roomier.planner.hardware import spec
+from roomier.planner.hardware.devices import SHEETS
+from roomier.planner.hardware.machine import Link
+from roomier.planner.hardware.spec import machine_as_dict, machine_of, machine_of_dict
 
 A_MACHINE = {
     "device": {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.hardware import cache, this_machine
-from roomier.hardware.devices import sheet_of
-from roomier.hardware.measured import Measured, circumstances_of, store
+from roomier.planner.hardware import cache, this_machine
+from roomier.planner.hardware.devices import sheet_of
+from roomier.planner.hardware.measured import Measured, circumstances_of, store
 from tests.device_layer.accelerators import have_accelerator
 
 TOTAL_BYTES = 85_000_000_000

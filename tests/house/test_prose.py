@@ -154,7 +154,7 @@ FIRST_MET: list[Any] = [
     roomier.loggers.CSVLogger,
     roomier.loggers.TensorBoardLogger,
     roomier.loggers.WandbLogger,
-    roomier.memory.anatomy,
+    roomier.planner.memory.anatomy,
     roomier.prepare,
 ]
 

@@ -147,8 +147,8 @@ def test_blocks_are_searched_in_few_places() -> None:
         "bench/strategy_ranks.py": 1,
         "checkpoint/module.py": 1,
         "engine/facts.py": 1,
-        "memory/predict.py": 1,
-        "optim/groups.py": 1,
+        "planner/memory/predict.py": 1,
+        "techniques/optim/groups.py": 1,
         "planner/workload.py": 1,
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.optim.by_name import make_optimizer
+from roomier.techniques.optim.by_name import make_optimizer
 from tests.hugging_face.models import KINDS, transformers
 
 # The two libraries differ here. In roomier, parameters with fewer than two dimensions never decay, as in CLIP's

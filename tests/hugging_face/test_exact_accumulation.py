@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roomier import Trainer
 from roomier.api.forward import ForwardModule
-from roomier.export.hugging_face import export_hugging_face
+from roomier.checkpoint.export.hugging_face import export_hugging_face
 from tests.hugging_face.models import KINDS, Batch, transformers
 from tests.ranks.pool import RankPool
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import roomier
 from roomier import Trainer, checkpoint
 from roomier.adapters import merge_lora
+from roomier.checkpoint.export.adapter import export_adapter
+from roomier.checkpoint.export.hugging_face import export_hugging_face
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
-from roomier.export.adapter import export_adapter
-from roomier.export.hugging_face import export_hugging_face
 from tests.hugging_face.models import KINDS, logits
 
 MakeTrainer = Callable[..., Trainer]

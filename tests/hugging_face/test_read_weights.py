@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import roomier
-from roomier.parallel.read_weights import layers_read_by_others
+from roomier.techniques.parallel.read_weights import layers_read_by_others
 from tests.ranks.pool import RankPool
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 import roomier
 from roomier import Trainer
+from roomier.checkpoint.export.hugging_face import export_hugging_face
 from roomier.core.errors import RoomierError
-from roomier.export.hugging_face import export_hugging_face
 from tests.hugging_face.models import KINDS, Batch, logits
 from tests.ranks.pool import RankPool
 from tests.train.conftest import Rows

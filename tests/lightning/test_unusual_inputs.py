@@ -14,7 +14,7 @@ from torch import nn
 import roomier
 from roomier import DataModule, RoomierError, Trainer
 from roomier.core.errors import DataError
-from roomier.optim.closures import assumes_closure
+from roomier.techniques.optim.closures import assumes_closure
 from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl, samples
 from tests.lightning.rows import run_with

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from roomier.engine.prepared import PreparedEngine
-from roomier.memory.kinds import Kind
-from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.tracker import tracking
 from roomier.prepared.prepare import prepare
 
 WIDTH, TOKENS, CHUNK_BYTES = 8, 512, 2**20

@@ -12,9 +12,9 @@ from roomier import Trainer
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.core.wrapped_forward import unwrap
-from roomier.loss.chunked import apply_chunked_loss
-from roomier.loss.lazy_logits import LazyLogits
 from roomier.models.gpt import GPT, GPTConfig
+from roomier.techniques.loss.chunked import apply_chunked_loss
+from roomier.techniques.loss.lazy_logits import LazyLogits
 from tests.hugging_face.small import small
 
 VOCABULARY, LENGTH, CHUNK = 29, 8, 5

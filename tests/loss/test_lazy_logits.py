@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from roomier.core.errors import TrainingError
 from roomier.core.wrapped_forward import unwrap
-from roomier.loss.chunked import apply_chunked_loss
-from roomier.loss.lazy_logits import LazyLogits
+from roomier.techniques.loss.chunked import apply_chunked_loss
+from roomier.techniques.loss.lazy_logits import LazyLogits
 
 CLASSES = 11
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roomier.core.errors import TrainingError
-from roomier.loss.cross_entropy import CHUNK_BYTES, LossOfLinear, linear_cross_entropy
+from roomier.techniques.loss.cross_entropy import CHUNK_BYTES, LossOfLinear, linear_cross_entropy
 
 TOKENS, WIDTH, CLASSES = 23, 6, 11
 

@@ -11,8 +11,8 @@ from roomier import Trainer
 from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
-from roomier.loss.output_layer import find_output_layer
 from roomier.models.gpt import GPT, GPTConfig
+from roomier.techniques.loss.output_layer import find_output_layer
 
 
 def output_layer(network: nn.Module) -> nn.Linear:

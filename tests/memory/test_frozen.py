@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roomier.adapters.layers import is_adapter
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.kinds import MODEL_STATES, Kind
-from roomier.memory.predict import predict, predict_built
-from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
+from roomier.planner.memory.kinds import MODEL_STATES, Kind
+from roomier.planner.memory.predict import predict, predict_built
+from roomier.planner.memory.tracker import MemoryTracker, tracking
+from roomier.techniques.adapters.layers import is_adapter
 from tests.adapters.models import VOCABULARY, Adaptable
 from tests.ranks.pool import RankPool
 

@@ -15,12 +15,12 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.kinds import MODEL_STATES, Kind
-from roomier.memory.predict import predict, predict_built
-from roomier.memory.report import report_of
-from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
+from roomier.planner.memory.kinds import MODEL_STATES, Kind
+from roomier.planner.memory.predict import predict, predict_built
+from roomier.planner.memory.report import report_of
+from roomier.planner.memory.tracker import MemoryTracker, tracking
 from tests.covering import covering
 from tests.ranks.pool import RankPool
 

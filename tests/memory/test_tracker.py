@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roomier.memory.kinds import MODEL_STATES, Kind
-from roomier.memory.tracker import MemoryTracker
+from roomier.planner.memory.kinds import MODEL_STATES, Kind
+from roomier.planner.memory.tracker import MemoryTracker
 
 CPU = torch.device("cpu")
 KIB = 1024

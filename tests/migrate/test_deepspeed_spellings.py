@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 
 import roomier
 from roomier.core.errors import PlanError, RoomierError
-from roomier.migrate.deepspeed.config import answers_to_config
+from roomier.plan.migrate.deepspeed.config import answers_to_config
 from tests.migrate.deepspeed_configs import ADAM_AUTO, AUTO, CONFIGS, DEVICES, ON_NVME, STAGE_2
 from tests.migrate.spelling import QUIET, changed_fields
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.nn.parallel import DistributedDataParallel
 
 import roomier
-from roomier.migrate.lightning_strategies import REJECTED, WITHOUT_EFFECT
+from roomier.plan.migrate.lightning_strategies import REJECTED, WITHOUT_EFFECT
 from tests.migrate.spelling import QUIET, Made, Spelling, check
 
 

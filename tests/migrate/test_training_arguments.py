@@ -12,7 +12,15 @@ import torch
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.migrate.training_arguments import FIELDS, OF_TRAINER, SAME, Converted, Elsewhere, NoEffect, Unsupported
+from roomier.plan.migrate.training_arguments import (
+    FIELDS,
+    OF_TRAINER,
+    SAME,
+    Converted,
+    Elsewhere,
+    NoEffect,
+    Unsupported,
+)
 from tests.migrate.spelling import QUIET, Spelling, changed_fields, check
 
 transformers = pytest.importorskip("transformers")

@@ -22,7 +22,7 @@ from roomier.engine.parameter_tier import NUM_BUFFERS, offloaded_parameters
 from roomier.engine.weights_file import WeightsFile
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.precision.policy import precision_of
+from roomier.techniques.precision.policy import precision_of
 
 CPU = torch.device("cpu")
 ALONE = Ranks(World(0, 1, 0, 0, 1))

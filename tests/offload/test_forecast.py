@@ -15,13 +15,13 @@ from roomier.api.adapt import as_module
 from roomier.callbacks import MemoryForecast
 from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.prepared import PreparedEngine
-from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.forecast import Forecast, Traffic
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
-from roomier.tiers.disk import DiskTier
+from roomier.techniques.tiers.disk import DiskTier
 from tests.device.fits import fit
 from tests.ranks.pool import RankPool
 from tests.simulator import simulated

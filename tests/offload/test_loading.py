@@ -14,7 +14,7 @@ from roomier import Trainer
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.sharded import local_part
-from roomier.offload.states import OffloadedStates
+from roomier.techniques.offload.states import OffloadedStates
 from tests.device.fits import Language, weights_of
 from tests.ranks.pool import RankPool
 from tests.simulator import simulated

@@ -12,8 +12,8 @@ from roomier.core.errors import PlanError
 from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT
-from roomier.offload.states import OffloadedStates
-from roomier.optim.by_name import OPTIMIZERS
+from roomier.techniques.offload.states import OffloadedStates
+from roomier.techniques.optim.by_name import OPTIMIZERS
 from tests.engine.test_step_in_backward import ADAMW, Trained, check_same, make_engine, make_network
 
 MODES = ["plain", "deferred", "speculative"]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.wrapped_forward import unwrap
-from roomier.offload.parameters import OffloadedParameters
-from roomier.offload.regions import Region, regions_of
-from roomier.offload.residency import UPDATE, AbsentWatch, record_sizes
+from roomier.techniques.offload.parameters import OffloadedParameters
+from roomier.techniques.offload.regions import Region, regions_of
+from roomier.techniques.offload.residency import UPDATE, AbsentWatch, record_sizes
 from tests.activation.kinds import KINDS, Loss, make_gpt
 from tests.activation.steps import ALONE, CPU
 from tests.offload.checking_tier import CheckingTier
@@ -67,8 +67,8 @@ def offloaded(network: nn.Module, num_buffers: int = 3, min_bytes: int = 1) -> t
 
 
 def train(case: Case, steps: int, *, offloads: bool) -> Result:
-    from roomier.activation.recompute import apply_recompute
     from roomier.plan.parts import ActivationPlan, OffloadPlan
+    from roomier.techniques.activation.recompute import apply_recompute
 
     torch.manual_seed(0)
     network, loss = case.make()

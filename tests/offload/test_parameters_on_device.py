@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from roomier.api.blocks import find_blocks
-from roomier.offload.parameters import OffloadedParameters
-from roomier.offload.regions import regions_of
-from roomier.offload.residency import record_sizes
+from roomier.techniques.offload.parameters import OffloadedParameters
+from roomier.techniques.offload.regions import regions_of
+from roomier.techniques.offload.residency import record_sizes
 from tests.offload.training_on_device import compare, tier_of
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches

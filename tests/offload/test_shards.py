@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import groups_of
 from roomier.core.wrapped_forward import unwrap
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.offload.residency import UPDATE, record_sizes
-from roomier.offload.shards import OffloadedShards, sharded_regions
-from roomier.parallel.mesh import make_mesh
-from roomier.parallel.shard import Sharding, Shards
 from roomier.plan.parts import ActivationPlan, OffloadPlan
+from roomier.techniques.activation.recompute import apply_recompute
+from roomier.techniques.offload.residency import UPDATE, record_sizes
+from roomier.techniques.offload.shards import OffloadedShards, sharded_regions
+from roomier.techniques.parallel.mesh import make_mesh
+from roomier.techniques.parallel.shard import Sharding, Shards
 from tests.activation.steps import ALONE, CPU
 from tests.offload.checking_tier import CheckingTier
 from tests.ranks.pool import RankPool

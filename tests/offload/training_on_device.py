@@ -15,16 +15,16 @@ from roomier.api.blocks import find_blocks
 from roomier.core.log import quiet
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import groups_of
-from roomier.offload.parameters import OffloadedParameters
-from roomier.offload.regions import regions_of
-from roomier.offload.residency import UPDATE, Residency, record_sizes
-from roomier.offload.shards import OffloadedShards, sharded_regions
-from roomier.parallel.mesh import make_mesh
-from roomier.parallel.shard import Sharding, Shards
-from roomier.tiers.disk import DiskTier
-from roomier.tiers.host import HostTier
-from roomier.tiers.scratch import Scratch
-from roomier.tiers.tier import Tier
+from roomier.techniques.offload.parameters import OffloadedParameters
+from roomier.techniques.offload.regions import regions_of
+from roomier.techniques.offload.residency import UPDATE, Residency, record_sizes
+from roomier.techniques.offload.shards import OffloadedShards, sharded_regions
+from roomier.techniques.parallel.mesh import make_mesh
+from roomier.techniques.parallel.shard import Sharding, Shards
+from roomier.techniques.tiers.disk import DiskTier
+from roomier.techniques.tiers.host import HostTier
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.tier import Tier
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
 

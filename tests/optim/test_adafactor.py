@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Module, Trainer
 from roomier.callbacks import ModelCheckpoint
-from roomier.device.rng import seed_everything
-from roomier.optim.adafactor import Adafactor
+from roomier.core.device.rng import seed_everything
+from roomier.techniques.optim.adafactor import Adafactor
 from tests.covering import covering
 from tests.memory.test_model_states import check_formula
 from tests.optim.test_adamw_on_ranks import States

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from roomier import PlanError
 from roomier.core import torch_private
-from roomier.optim import adamw
-from roomier.optim.adamw import BlockwiseAdamW, blockwise_adamw_bytes, compiled_update
-from roomier.optim.block_codes import block_size, decode, regions
+from roomier.techniques.optim import adamw
+from roomier.techniques.optim.adamw import BlockwiseAdamW, blockwise_adamw_bytes, compiled_update
+from roomier.techniques.optim.block_codes import block_size, decode, regions
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SHAPES = [(33, 150), (7, 1009), (12, 3, 9, 13), (1, 5000), (90,), (20, 20), ()]

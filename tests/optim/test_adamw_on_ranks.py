@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from roomier import Callback, Module, Trainer
 from roomier.callbacks import ModelCheckpoint
-from roomier.device.rng import seed_everything
+from roomier.core.device.rng import seed_everything
 from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_on_ranks
 from tests.ranks.pool import RankPool

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Callback, Module, Trainer, checkpoint
 from roomier.callbacks import ModelCheckpoint
+from roomier.core.device.rng import seed_everything
 from roomier.core.errors import CheckpointError
-from roomier.device.rng import seed_everything
-from roomier.optim.rounding import read
 from roomier.plan import plan_from_flags
+from roomier.techniques.optim.rounding import read
 from tests.optim.test_rounding import split
 from tests.parallel.parity import Setup, batches_of, engine_of
 from tests.parallel.tasks import Language

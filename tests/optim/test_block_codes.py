@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roomier.optim.block_codes import (
+from roomier.techniques.optim.block_codes import (
     MIN_BLOCK,
     can_be_coded,
     decode,

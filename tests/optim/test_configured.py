@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from roomier import RoomierError
-from roomier.optim.configured import LRSchedulerConfig, read_configured
+from roomier.techniques.optim.configured import LRSchedulerConfig, read_configured
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError
-from roomier.optim.lion import Lion
-from roomier.optim.rounding import read
+from roomier.techniques.optim.lion import Lion
+from roomier.techniques.optim.rounding import read
 
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Callback, Module, PlanError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.by_name import make_optimizer
-from roomier.optim.muon import orthogonal
+from roomier.techniques.optim.by_name import make_optimizer
+from roomier.techniques.optim.muon import orthogonal
 
 
 def network(width: int = 32) -> GPT:

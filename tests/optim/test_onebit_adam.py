@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from roomier.core.errors import CheckpointError
 from roomier.core.exchange import all_reduce_bytes
-from roomier.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
-from roomier.optim.sign_code import BLOCK
+from roomier.techniques.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
+from roomier.techniques.optim.sign_code import BLOCK
 from tests.covering import covering
 from tests.ranks.pool import RankPool
 

@@ -22,9 +22,9 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.onebit_adam import OneBitAdam, onebit_options
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import Kind, kind_of
+from roomier.techniques.optim.onebit_adam import OneBitAdam, onebit_options
 from tests.covering import covering
 from tests.parallel.parity import OPTIMIZERS, Setup, batches_of, train_bare, whole_weights
 from tests.parallel.tasks import Language

@@ -6,8 +6,8 @@ from torch import nn
 
 from roomier import PlanError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.adamw import BlockwiseAdamW
-from roomier.optim.by_name import OPTIMIZERS, make_optimizer
+from roomier.techniques.optim.adamw import BlockwiseAdamW
+from roomier.techniques.optim.by_name import OPTIMIZERS, make_optimizer
 
 
 @pytest.fixture

@@ -100,4 +100,4 @@ def test_optimizers_that_require_unsharded_tensors_are_rejected_before_their_fir
         assert fused.startswith("configure_optimizers='SGD': with fused=True requires unsharded tensors")
         assert "Remove fused=True" in fused
         assert adafactor.startswith("configure_optimizers='Adafactor'")
-        assert "Use roomier.optim.adafactor.Adafactor" in adafactor
+        assert "Use roomier.techniques.optim.adafactor.Adafactor" in adafactor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roomier.optim.rounding import chunks, empty_low_bits, noise, noise_key, read, write
+from roomier.techniques.optim.rounding import chunks, empty_low_bits, noise, noise_key, read, write
 
 
 def of_bits(*bits: int) -> Tensor:

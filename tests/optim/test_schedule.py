@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roomier import PlanError
-from roomier.optim.schedule import SCHEDULES, Factor, make_schedule
+from roomier.techniques.optim.schedule import SCHEDULES, Factor, make_schedule
 
 NUM_STEPS, WARMUP, FLOOR = 20, 5, 0.1
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import RoomierError
-from roomier.memory.kinds import Kind
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.adamw import BlockwiseAdamW
-from roomier.optim.by_name import OPTIMIZERS
-from roomier.optim.lion import Lion
-from roomier.optim.muon import Muon
-from roomier.optim.onebit_adam import OneBitAdam
-from roomier.optim.state_bytes import state_bytes
+from roomier.planner.memory.kinds import Kind
+from roomier.techniques.optim.adamw import BlockwiseAdamW
+from roomier.techniques.optim.by_name import OPTIMIZERS
+from roomier.techniques.optim.lion import Lion
+from roomier.techniques.optim.muon import Muon
+from roomier.techniques.optim.onebit_adam import OneBitAdam
+from roomier.techniques.optim.state_bytes import state_bytes
 from tests.memory.test_model_states import Model, make_engine, make_plan, ranks_here, tracked_step
 from tests.ranks.pool import RankPool
 
@@ -104,7 +104,7 @@ def test_optimizer_that_cannot_step_on_a_small_parameter_is_rejected() -> None:
 
 def by_name_on_ranks(strategy: str) -> list[dict[str, Any]]:
     """Return the bytes of the states of each named optimizer on this rank, measured and by both formulas."""
-    from roomier.memory.predict import predict, predict_built
+    from roomier.planner.memory.predict import predict, predict_built
 
     found = []
     for name, precision in BY_NAME:
@@ -144,7 +144,7 @@ def test_named_optimizers_are_predicted(on_ranks: RankPool, strategy: str, num_r
 
 
 def kept_by_onebit_adam(strategy: str) -> dict[str, int]:
-    from roomier.memory.predict import predict
+    from roomier.planner.memory.predict import predict
 
     ranks, module = ranks_here(), Model(tied=False)
     options = {"freeze_step": 2}

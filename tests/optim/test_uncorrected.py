@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier import PlanError
-from roomier.optim.by_name import make_optimizer
+from roomier.techniques.optim.by_name import make_optimizer
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
 OPTIONS: dict[str, Any] = {"betas": BETAS, "eps": EPS, "bias_correction": False}

@@ -13,8 +13,8 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.techniques.optim.configured import Configured
 from tests.ranks.pool import RankPool
 
 SHARDED = ["zero1", "zero2", "zero3"]

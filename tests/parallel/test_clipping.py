@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from roomier.parallel.mesh import make_mesh
-from roomier.parallel.norm import clip_grad_norm, clip_grad_value
+from roomier.techniques.parallel.mesh import make_mesh
+from roomier.techniques.parallel.norm import clip_grad_norm, clip_grad_value
 from tests.ranks.pool import RankPool
 
 

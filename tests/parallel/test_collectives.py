@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from roomier.core.errors import TrainingError
-from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions, wait_for
-from roomier.parallel.mesh import REPLICATE, SHARD, make_mesh
+from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions, wait_for
+from roomier.techniques.parallel.mesh import REPLICATE, SHARD, make_mesh
 from tests.ranks.pool import RankPool
 
 SIZES = [1, 7, 64]

@@ -92,7 +92,7 @@ def test_each_strategy_matches_one_process(
 def train_wide(setup: Setup, has_norms_in_root: bool) -> Trained:
     if has_norms_in_root:
         return train_on_ranks(WideLanguage, setup)
-    with patch("roomier.parallel.shard.root_parameters_of", return_value=set()):
+    with patch("roomier.techniques.parallel.shard.root_parameters_of", return_value=set()):
         return train_on_ranks(WideLanguage, setup)
 
 

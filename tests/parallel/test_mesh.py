@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from roomier import Trainer
-from roomier.hardware.this_machine import this_machine
-from roomier.parallel.mesh import make_mesh
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
+from roomier.techniques.parallel.mesh import make_mesh
 from tests.parallel.parity import Setup, whole_weights
 from tests.parallel.test_trainer import Fitted, Samples
 from tests.ranks.pool import RankPool

@@ -90,7 +90,7 @@ class ExtraLayer(LayerDrop):
 
 
 def fit_with_extra_layer(strategy: Any, patience_s: float) -> list[float]:
-    from roomier.parallel import collectives
+    from roomier.techniques.parallel import collectives
 
     collectives.PATIENCE = timedelta(seconds=patience_s)
     roomier.seed_everything(0)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.precision.lstm import onednn_has_lstm
+from roomier.techniques.precision.lstm import onednn_has_lstm
 from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from roomier import Callback, Module, Trainer
+from roomier.core.device.rng import seed_everything
 from roomier.core.tree import map_tensors
-from roomier.device.rng import seed_everything
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.rounding import read
+from roomier.techniques.optim.rounding import read
 from tests.optim.test_rounding import split
 
 NUM_STEPS, GLOBAL_BATCH, CONTEXT, VOCABULARY, WIDTH, NUM_LAYERS = 10, 8, 16, 64, 32, 2

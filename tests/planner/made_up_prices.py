@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import roomier
-from roomier.hardware.devices import SHEETS
-from roomier.hardware.machine import Machine
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.kinds import Kind
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing import nearest
 from roomier.planner.deadline import Deadline
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
+from roomier.planner.hardware.devices import SHEETS
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 
 KIB = 2**10

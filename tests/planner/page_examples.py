@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from roomier.hardware.machine import Device, Link, Machine
-from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.measured.record import Measured, Record
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.grids import Grid
 
 GIB = 2**30

@@ -9,11 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.activation import stages
-from roomier.activation.block_forward import Keep
-from roomier.activation.budget import BudgetTooSmallError
-from roomier.activation.profile import Call, Interception
-from roomier.memory.kinds import Kind
 from roomier.plan import ActivationPlan, Plan, plan_from_flags
 from roomier.planner.dry_runs import budget_estimates, shallow
 from roomier.planner.dry_runs.dry_run import DryRun, Interval, dry_run
@@ -21,7 +16,12 @@ from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, within_budget
 from roomier.planner.formula import estimate
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
+from roomier.techniques.activation import stages
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.budget import BudgetTooSmallError
+from roomier.techniques.activation.profile import Call, Interception
 from tests.activation.budgets import Budget, Language, Net, engine_for, measured_peak, take_step, tokens, train
 from tests.activation.test_budget_models import Bert, HalfFrozen, Repeated, UNet, pictures, sequences
 from tests.activation.test_budget_ranks import make_ranks

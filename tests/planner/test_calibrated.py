@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import roomier
 from roomier.callbacks import MemoryForecast
 from roomier.core.errors import RoomierError
-from roomier.hardware import cache
-from roomier.hardware.spec import machine_of
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.fixed_bytes import MIB, fixed_bytes
+from roomier.planner.hardware import cache
+from roomier.planner.hardware.spec import machine_of
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.measured.calibrated import activation_factor, learn_device, learned_of
 from roomier.planner.measured.record import Record, read_record, record_from
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from tests.planner.page_examples import GIB, record
 

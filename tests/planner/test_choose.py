@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 from roomier.core.errors import PlanError, RoomierError
-from roomier.hardware.devices import SHEETS
-from roomier.hardware.machine import Machine
-from roomier.hardware.this_machine import this_machine
 from roomier.plan import Kind, Plan, plan_from_flags
 from roomier.plan.table import rows
 from roomier.planner.choosing import nearest, pricing
@@ -21,6 +18,9 @@ from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simpl
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.devices import SHEETS
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 from tests.planner.made_up_prices import (
     KIB,

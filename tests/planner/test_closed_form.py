@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.activation.budget import BudgetTooSmallError
-from roomier.activation.offload import MIN_BYTES
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
-from roomier.hardware.machine import Device, Link, Machine
-from roomier.memory.predict import layout_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.trace import take_trace
+from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload
+from roomier.techniques.activation.budget import BudgetTooSmallError
+from roomier.techniques.activation.offload import MIN_BYTES
 from tests.planner.models import MODELS
 
 WORST_BELOW, WORST_ABOVE, MEDIAN = 0.05, 0.06, 0.015

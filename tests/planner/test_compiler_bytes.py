@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.hardware.spec import machine_of
-from roomier.optim.adamw import WORTH_COMPILING
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.fixed_bytes import COMPILER_HOST_BYTES
+from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
+from roomier.techniques.optim.adamw import WORTH_COMPILING
 
 
 class Wide(nn.Module):

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.activation.budget import BudgetTooSmallError
 from roomier.api.adapt import as_module
-from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
+from roomier.techniques.activation.budget import BudgetTooSmallError
 
 _LINK = Link(1e9)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from roomier.core.errors import RoomierError
-from roomier.hardware.this_machine import this_machine
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.deadline import SEARCH_S, Deadline
+from roomier.planner.hardware.this_machine import this_machine
 from tests.planner.made_up_prices import (
     KIB,
     FixedPrices,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from roomier import Plan, RoomierError
-from roomier.hardware import cache
-from roomier.hardware.spec import machine_of
 from roomier.planner.formula.fixed_bytes import CONTEXT_BYTES, MIB, calibrate, fixed_bytes
+from roomier.planner.hardware import cache
+from roomier.planner.hardware.spec import machine_of
 
 GIB = 2**30
 AN_A100 = machine_of("a100")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import roomier
-from roomier.hardware.spec import machine_of
-from roomier.hardware.this_machine import this_machine
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.spec import machine_of
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 
 BATCH_BYTES = 64 * 1024 * 4

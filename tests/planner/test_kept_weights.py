@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import roomier
 from roomier.api.kept_weights import KeptWeights
 from roomier.callbacks import Callback, EMAWeightAveraging, MemoryForecast, StochasticWeightAveraging
-from roomier.hardware.spec import machine_of
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.spec import machine_of
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from roomier.trainer import Trainer
 from tests.ranks.pool import RankPool

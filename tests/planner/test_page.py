@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from roomier.memory.kinds import Kind
 from roomier.planner.choice import Considered
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import record_from
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.page import page_of, page_of_record
 from roomier.planner.report.style import COLOURS, NAMES
 from roomier.planner.report.svg import joined, phases_of, round_ticks

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from roomier.api.adapt import as_module
-from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.choosing.pricing import prices_of
 from roomier.planner.formula import estimate
+from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
 
 _PLAN_70B = """
 import json, resource, time
 from transformers import LlamaConfig
-from roomier.hardware.spec import machine_of
+from roomier.planner.hardware.spec import machine_of
 from roomier.plan import plan_from_flags
 from roomier.planner.choosing.choose import choose
 from roomier.planner.hugging_face import workload_of_config

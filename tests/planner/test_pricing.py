@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.hardware.this_machine import this_machine
 from roomier.plan import Plan
 from roomier.planner.choosing import pricing
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.choosing.pricing import ClosedForms
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 from tests.planner.made_up_prices import KIB, Regression, auto, made_up, regression, strategy_of
 

@@ -13,13 +13,13 @@ from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.shard import units_of
 from roomier.plan import Plan
 from roomier.planner.dry_runs import shallow
 from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.dry_runs.repeats import find_repeats, shallow_copy
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.workload import Workload
+from roomier.techniques.parallel.shard import units_of
 
 STRATEGIES = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 

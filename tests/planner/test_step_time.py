@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
-from roomier.hardware.machine import Device, Link, Machine
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.forecast import StepTime
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 

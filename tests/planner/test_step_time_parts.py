@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.hardware.machine import Device, Link, Machine
-from roomier.memory.predict import layout_of
-from roomier.memory.walk import Layout
-from roomier.memory.weights import Unit, units_with_weights
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Work, WorkCounter
+from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.memory.predict import layout_of
+from roomier.planner.memory.walk import Layout
+from roomier.planner.memory.weights import Unit, units_with_weights
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 from roomier.planner.timing.traffic import sent_bytes, traffic_of
 from roomier.planner.timing.update_time import update_time

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from roomier.hardware.machine import Device, Link, Machine
 from roomier.plan import OffloadPlan, Plan, plan_from_flags
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import choose
@@ -16,6 +15,7 @@ from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.choosing.pricing import prices_of
 from roomier.planner.forecast import Forecast, StepTime, Traffic
 from roomier.planner.formula.offloaded import MovedUnit, Offloaded
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
 from tests.planner.made_up_prices import KIB, FixedPrices, auto, forecast, gpus, language, regression
 

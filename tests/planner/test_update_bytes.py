@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from roomier.api.module import Module
 from roomier.core import torch_fake
-from roomier.hardware.machine import Device, Link, Machine
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.update_bytes import few_alike
+from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
 from tests.planner.truth import measured_peak
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from roomier import Module, Trainer
 from roomier.core.wrapped_forward import WrappedForward
-from roomier.precision.lstm import onednn_has_lstm
+from roomier.techniques.precision.lstm import onednn_has_lstm
 
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

@@ -12,7 +12,7 @@ import roomier
 from roomier.core.ranks import Ranks
 from roomier.engine.facts import Facts
 from roomier.engine.optimizers import report_waiting_steps
-from roomier.precision.policy import precision_of
+from roomier.techniques.precision.policy import precision_of
 
 NUM_STEPS = 20
 CPU = torch.device("cpu")

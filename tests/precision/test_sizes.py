@@ -10,8 +10,8 @@ from torch import nn
 
 from roomier import Trainer
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.precision.policy import precision_of
-from roomier.precision.sizes import Liked, liked_by, size_warnings, unliked_sizes
+from roomier.techniques.precision.policy import precision_of
+from roomier.techniques.precision.sizes import Liked, liked_by, size_warnings, unliked_sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Liked("bfloat16", aligned=8, tile=64)

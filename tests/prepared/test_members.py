@@ -10,7 +10,7 @@ import pytest
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.migrate import accelerate as migrate
+from roomier.plan.migrate import accelerate as migrate
 
 PUBLIC = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
 KEYWORDS = set(inspect.signature(accelerate.Accelerator).parameters)

@@ -35,8 +35,8 @@ import torch.distributed.tensor
 import roomier
 import roomier.core.yaml_text
 import roomier.launch.group
-import roomier.parallel.replicate
-import roomier.parallel.shard  # noqa: F401
+import roomier.techniques.parallel.replicate
+import roomier.techniques.parallel.shard  # noqa: F401
 from roomier.core.loopback import keep_on_loopback
 
 GROUP_TIMEOUT_S = 120.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from roomier import Module, Trainer, checkpoint
-from roomier.device.rng import seed_everything
+from roomier.core.device.rng import seed_everything
 
 NUM_SAMPLES = 22  # 11 batches of 2, so that the last window of 4 is smaller
 

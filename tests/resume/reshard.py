@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from roomier import Callback, Module, Trainer
 from roomier.callbacks import ModelCheckpoint
-from roomier.device.rng import seed_everything
+from roomier.core.device.rng import seed_everything
 
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 5 * GLOBAL_BATCH + 3  # the last samples of an epoch do not fill a batch

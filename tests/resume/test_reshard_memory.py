@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier import Module, Trainer
+from roomier.core.device.rng import seed_everything
 from roomier.core.host_memory import give_back_freed
-from roomier.device.rng import seed_everything
 from tests.ranks.pool import RankPool
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from roomier import Callback, Trainer, checkpoint
-from roomier.device.rng import rng_state, seed_everything
+from roomier.core.device.rng import rng_state, seed_everything
 from roomier.train.saving.restore import random_state_of
 from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing

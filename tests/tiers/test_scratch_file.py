@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from roomier.core.errors import TierError
-from roomier.tiers import folder as folders
-from roomier.tiers import scratch as scratches
-from roomier.tiers.disk import DiskTier
-from roomier.tiers.scratch import Scratch
-from roomier.tiers.transfers import Job
+from roomier.techniques.tiers import folder as folders
+from roomier.techniques.tiers import scratch as scratches
+from roomier.techniques.tiers.disk import DiskTier
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.transfers import Job
 
 NOT_A_FOLDER = {
     "missing": (lambda path: path / "missing", "does not exist"),
@@ -98,7 +98,7 @@ def test_a_file_that_a_different_run_locks_first_is_not_used(tmp_path: Path, mon
 
 KILLED = """
 import os, signal, sys
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.tiers.scratch import Scratch
 scratch = Scratch(sys.argv[1])
 scratch.reserve(2**20)
 print(scratch.path, flush=True)
@@ -122,9 +122,9 @@ def test_files_of_killed_runs_are_removed_by_the_next_run(
 
 NOT_CLOSED = """
 import sys, threading, torch
-from roomier.tiers.buffers import allocate
-from roomier.tiers.scratch import Scratch
-from roomier.tiers.transfers import Job
+from roomier.techniques.tiers.buffers import allocate
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.transfers import Job
 
 def compute():
     started.set()

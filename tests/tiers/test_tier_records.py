@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roomier.tiers.buffers import _slabs, buffer_sizes, padded
-from roomier.tiers.disk import DiskTier
-from roomier.tiers.host import HostTier
-from roomier.tiers.scratch import Scratch
-from roomier.tiers.tier import Tier
+from roomier.techniques.tiers.buffers import _slabs, buffer_sizes, padded
+from roomier.techniques.tiers.disk import DiskTier
+from roomier.techniques.tiers.host import HostTier
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.tier import Tier
 
 SIZES = [5000, 5000, 4096, 4096, 0, 1, 70_000]
 LARGE = 6  # the record that is larger than twice the median

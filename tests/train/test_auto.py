@@ -15,9 +15,9 @@ import roomier
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.ranks import Ranks
-from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Pricing
+from roomier.planner.hardware import this_machine
 from roomier.train.settling.settle import settle
 from roomier.trainer.session import request_of
 

@@ -19,13 +19,13 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.facts import Facts
 from roomier.engine.optimizers import ConfigureOptimizers
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
-from roomier.precision.scaler import NoScale
 from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions
 from roomier.run.settled import Request, Settled
 from roomier.run.states import RunningStage, TrainerState
+from roomier.techniques.optim.configured import Configured
+from roomier.techniques.precision.scaler import NoScale
 from roomier.train.fit import fit
 from roomier.train.opening.open_run import open_run, restore_run
 from roomier.train.saving.save import save_checkpoint

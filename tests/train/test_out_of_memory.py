@@ -14,9 +14,9 @@ from torch import nn
 import roomier
 from roomier.callbacks import Callback, MemoryForecast
 from roomier.core.errors import TrainingError
-from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.choosing.pricing import DryRuns
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.measured import out_of_memory
 from roomier.planner.measured.out_of_memory import OutOfMemory
 from roomier.planner.workload import Workload

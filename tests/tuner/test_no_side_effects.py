@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import roomier
 from roomier.callbacks import LearningRateMonitor
-from roomier.device.rng import rng_state
+from roomier.core.device.rng import rng_state
 from roomier.tuner import lr_find, scale_batch_size
 from tests.tuner.conftest import Named, Net, shuffled
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.train.tuner.batch_size import largest_that_fits
+from roomier.train.tuner.trial import run_trial
 from roomier.tuner import Tuner, scale_batch_size
-from roomier.tuner.batch_size import largest_that_fits
-from roomier.tuner.trial import run_trial
 from tests.tuner.conftest import Net, shuffled
 
 

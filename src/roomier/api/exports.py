@@ -40,7 +40,7 @@ class Exports:
             RoomierError: a package is missing (``pip install "roomier[onnx]"``), the module cannot be exported, or the
                 outputs differ.
         """
-        from roomier.export.onnx import export_onnx  # late import: a module of a higher layer
+        from roomier.checkpoint.export.onnx import export_onnx  # late import: a module of a higher layer
 
         return export_onnx(cast("nn.Module", self), file_path, input_sample, may_exist=True, **kwargs)
 
@@ -64,7 +64,7 @@ class Exports:
             RoomierError: the module cannot be converted, or the outputs of the converted module and of this module
                 differ.
         """
-        from roomier.export.torchscript import export_torchscript  # late import: a module of a higher layer
+        from roomier.checkpoint.export.torchscript import export_torchscript  # late import: a module of a higher layer
 
         return export_torchscript(
             cast("nn.Module", self), file_path, method=method, example_inputs=example_inputs, may_exist=True, **kwargs

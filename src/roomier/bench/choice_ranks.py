@@ -30,15 +30,15 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.hardware.machine import Machine
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.tracker import tracking
 from roomier.plan import plan_from_flags
 from roomier.planner.choice import words_of
 from roomier.planner.choosing.candidates import Candidate, candidates
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.pricing import prices_of, time_s
 from roomier.planner.formula.fixed_bytes import fixed_bytes
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.memory.tracker import tracking
 from roomier.planner.workload import Workload
 
 _MAYBE, _MOST_CONTENDERS = 1.25, 24  # plans above 1.25 times the best first measurement are not timed again

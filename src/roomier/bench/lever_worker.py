@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from roomier.api.callback import Callback
 from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes, keywords_of
-from roomier.device.resolve import resolve_device
-from roomier.device.streams import synchronize
-from roomier.memory.tracker import MemoryTracker
+from roomier.core.device.resolve import resolve_device
+from roomier.core.device.streams import synchronize
 from roomier.models.gpt import SIZES
+from roomier.planner.memory.tracker import MemoryTracker
 
 _WARMUP_STEPS = 4  # a recompute budget runs measurements in the first steps
 _NUM_BATCHES = 10**6

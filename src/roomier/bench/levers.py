@@ -21,9 +21,9 @@ from rich.table import Table
 from roomier.bench.lever_report import lines, write_report
 from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
-from roomier.device.resolve import resolve_device
 from roomier.models.gpt import SIZES
 
 _NUM_LAST_LINES = 15

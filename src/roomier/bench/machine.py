@@ -15,8 +15,8 @@ import psutil
 import torch
 
 import roomier
-from roomier.device.resolve import accelerator_type, device_name
-from roomier.hardware.host import cpu_model, num_cores
+from roomier.core.device.resolve import accelerator_type, device_name
+from roomier.planner.hardware.host import cpu_model, num_cores
 
 _PACKAGE = Path(roomier.__file__).parent
 

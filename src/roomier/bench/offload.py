@@ -43,9 +43,9 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import OffloadPlan, plan_from_flags
 from roomier.planner.timing.tier_time import Durations, waits_s
 from roomier.prepared.prepare import prepare
-from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate
-from roomier.tiers.disk import DiskTier
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.tiers.buffers import ALIGNMENT_BYTES, allocate
+from roomier.techniques.tiers.disk import DiskTier
+from roomier.techniques.tiers.scratch import Scratch
 
 MEMORY_ROWS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -40,10 +40,10 @@ from roomier.bench.machine import circumstances
 from roomier.bench.timing import Cost, interleave, median, one_thread
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.optim.block_codes import can_be_coded
-from roomier.optim.by_name import make_optimizer
-from roomier.optim.groups import trained_parameters
-from roomier.optim.schedule import make_schedule
+from roomier.techniques.optim.block_codes import can_be_coded
+from roomier.techniques.optim.by_name import make_optimizer
+from roomier.techniques.optim.groups import trained_parameters
+from roomier.techniques.optim.schedule import make_schedule
 
 PEER = "adamw"
 RATES = {PEER: 1e-3, "adamw8bit": 1e-3, "adamw4bit": 1e-3, "lion": 2e-4, "muon": 1e-3, "adafactor": 1e-2}

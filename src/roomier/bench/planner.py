@@ -1,8 +1,8 @@
 """``roomier bench planner``: forecast and measured peak memory of a step.
 
 A dry run computes the forecast without allocating memory and without other ranks.
-:class:`roomier.memory.tracker.MemoryTracker` measures the same step with real tensors on CPU ranks (one process each,
-gloo). The measured value is the largest peak of all ranks.
+:class:`roomier.planner.memory.tracker.MemoryTracker` measures the same step with real tensors on CPU ranks (one process
+each, gloo). The measured value is the largest peak of all ranks.
 
 The result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
 (rejected plans and the reasons) and ``failures`` (forecasts that raised an error; the list should be empty). The keys

@@ -24,9 +24,9 @@ from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
 from roomier.core.world import World
-from roomier.hardware.this_machine import this_machine
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE
 from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 
 

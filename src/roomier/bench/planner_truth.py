@@ -18,8 +18,8 @@ from roomier.core.tree import map_tensors
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.plan import Plan
+from roomier.planner.memory.tracker import MemoryTracker, Snapshot, tracking
 
 
 def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> Snapshot:

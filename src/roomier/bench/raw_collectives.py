@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roomier.device.streams import synchronize
-from roomier.memory.weights import Unit
-from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
+from roomier.core.device.streams import synchronize
+from roomier.planner.memory.weights import Unit
+from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 
 _BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
 

@@ -30,13 +30,13 @@ from roomier.api.adapt import as_module
 from roomier.bench.seeds_document import with_current_cells
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
-from roomier.hardware.spec import machine_of
 from roomier.models.bert import Bert, BertConfig
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.models.transformer_lm import TransformerLM, TransformerLMConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.choosing.pricing import prices_of
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
 
 CONTEXT_MIB = 1343

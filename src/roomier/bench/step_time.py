@@ -33,10 +33,10 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 

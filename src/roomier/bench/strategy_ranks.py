@@ -28,23 +28,23 @@ from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.bench.raw_collectives import time_collectives
 from roomier.bench.strategies import PEER, config_of, plan_of
+from roomier.core.device.memory import free_and_total_bytes, release_cached
+from roomier.core.device.resolve import group_backend, num_devices, resolve_device
+from roomier.core.device.streams import synchronize
 from roomier.core.ranks import Ranks
 from roomier.core.tree import to_device
 from roomier.core.world import World
-from roomier.device.memory import free_and_total_bytes, release_cached
-from roomier.device.resolve import group_backend, num_devices, resolve_device
-from roomier.device.streams import synchronize
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.memory.kinds import MODEL_STATES, Kind
-from roomier.memory.model_states import ModelStates
-from roomier.memory.predict import predict
-from roomier.memory.tracker import MemoryTracker, tracking
-from roomier.memory.weights import units_with_weights
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
-from roomier.precision.policy import precision_of
+from roomier.planner.memory.kinds import MODEL_STATES, Kind
+from roomier.planner.memory.model_states import ModelStates
+from roomier.planner.memory.predict import predict
+from roomier.planner.memory.tracker import MemoryTracker, tracking
+from roomier.planner.memory.weights import units_with_weights
+from roomier.techniques.precision.policy import precision_of
 
 Batch = tuple[Tensor, Tensor]
 _WARMUP_STEPS = 3

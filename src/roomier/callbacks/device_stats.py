@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from roomier.api.callback import Callback
+from roomier.core.device import memory
 from roomier.core.errors import RoomierError
-from roomier.device import memory
 
 if TYPE_CHECKING:
     from roomier.api.module import Module

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.kept_weights import KeepsWeights, kept_by
 from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.device.rng import rng_state, set_rng_state
-from roomier.hardware import this_machine
+from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
-    from roomier.memory.tracker import MemoryTracker
     from roomier.planner.forecast import Forecast
     from roomier.planner.measured.record import Record
+    from roomier.planner.memory.tracker import MemoryTracker
 
 
 class MemoryForecast(TracksStep):

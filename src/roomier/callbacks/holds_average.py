@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
-from roomier.optim.averaging import WeightAverage
+from roomier.techniques.optim.averaging import WeightAverage
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView

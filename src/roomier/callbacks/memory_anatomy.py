@@ -9,12 +9,12 @@ from rich.console import Console
 from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.memory.anatomy_table import Anatomy, KeepsPeak
+from roomier.planner.memory.anatomy_table import Anatomy, KeepsPeak
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
-    from roomier.memory.tracker import MemoryTracker
+    from roomier.planner.memory.tracker import MemoryTracker
 
 
 class MemoryAnatomy(KeepsPeak, TracksStep):
@@ -78,7 +78,10 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, the step to track")
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of  # late import: loading torch's sharding code is slow
+        from roomier.planner.memory.measure import (  # late import: loading torch's sharding code is slow
+            anatomy_of,
+            peak_of,
+        )
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps

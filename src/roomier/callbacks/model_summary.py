@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from roomier.adapters.layers import InFewBits
 from roomier.api.callback import Callback
-from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
+from roomier.techniques.adapters.layers import InFewBits
+from roomier.techniques.attention.watch import AttentionReport, AttentionWatch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,8 +16,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from roomier.callbacks.model_summary import ModelSummary, Row, Summary, summarize
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.units import format_bytes, format_count
-from roomier.device.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

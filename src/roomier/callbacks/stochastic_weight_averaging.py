@@ -19,8 +19,8 @@ from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
 from roomier.core.log import notice
-from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_average
 from roomier.run.run import run_of
+from roomier.techniques.optim.averaging import AverageOne, WeightAverage, tensors_to_average
 
 if TYPE_CHECKING:
     from roomier.api.module import Module

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, tensors
-from roomier.hardware.devices import peak_flops_per_s
+from roomier.planner.hardware.devices import peak_flops_per_s
 
 if TYPE_CHECKING:
     from roomier.api.module import Module

@@ -17,7 +17,7 @@ from roomier.planner.dry_runs.places import named_places, reporting_places
 if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
-    from roomier.memory.tracker import MemoryTracker
+    from roomier.planner.memory.tracker import MemoryTracker
 
 FIRST_STEP = 2
 """During the first step, the optimizer states do not exist yet."""
@@ -84,7 +84,9 @@ class TrackedStep:
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late import: loading torch's sharding code is slow
+            from roomier.planner.memory.tracker import (
+                MemoryTracker,  # late import: loading torch's sharding code is slow
+            )
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))

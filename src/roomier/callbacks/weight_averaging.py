@@ -14,7 +14,7 @@ from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
-from roomier.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
+from roomier.techniques.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
 
 if TYPE_CHECKING:
     from roomier.api.module import Module

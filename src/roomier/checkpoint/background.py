@@ -17,9 +17,9 @@ from roomier.checkpoint.commit import absolute
 from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
 from roomier.core import torch_private
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.streams import synchronize
 from roomier.core.ranks import Ranks
-from roomier.device.capability import capabilities_of
-from roomier.device.streams import synchronize
 
 
 class BackgroundSaver:

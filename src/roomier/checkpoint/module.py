@@ -11,7 +11,6 @@ import torch
 import yaml
 from torch import nn
 
-from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.hparams import HyperParameters
 from roomier.api.module import Module
@@ -28,6 +27,7 @@ from roomier.core.tree import map_tensors
 from roomier.core.untrusted import read_regular
 from roomier.plan.parts import AdapterPlan
 from roomier.plan.yaml_dialect import Loader
+from roomier.techniques.adapters.lora import apply_lora, quantise_base
 
 _MAX_HYPERPARAMETERS_BYTES = 2**24
 

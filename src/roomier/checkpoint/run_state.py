@@ -13,6 +13,7 @@ from typing import Any
 
 from roomier.checkpoint.record import RECORD_NAME, damage, malformed
 from roomier.checkpoint.verbs import peek
+from roomier.core.device.rng import rng_form
 from roomier.core.errors import PlanError, shorten
 from roomier.core.forms import (
     Form,
@@ -32,7 +33,6 @@ from roomier.core.forms import (
     text,
 )
 from roomier.data.position import POSITION_FORM
-from roomier.device.rng import rng_form
 from roomier.plan import Plan
 from roomier.plan.rules import each_error
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import Namespace
 
 from roomier.core.errors import RoomierError
-from roomier.migrate.deepspeed.objects import is_source
+from roomier.plan.migrate.deepspeed.objects import is_source
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.other_libraries import of_roomier
 
 if TYPE_CHECKING:
-    from roomier.hardware.machine import Machine
+    from roomier.planner.hardware.machine import Machine
 
 
 def take_deepspeed(config: Namespace, given: set[str]) -> Any:

@@ -12,19 +12,19 @@ from torch import nn
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.export.hub import check_hub, push_to_hub
+from roomier.checkpoint.export.hugging_face import export_hugging_face
+from roomier.checkpoint.export.lightning import export_lightning
+from roomier.checkpoint.export.onnx import export_onnx
+from roomier.checkpoint.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, Exported, export_safetensors
+from roomier.checkpoint.export.torch_export import export_torch
+from roomier.checkpoint.export.torchscript import export_torchscript
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.cli.exported_model import example_inputs, model_to_export
 from roomier.cli.plain_parser import PlainParser
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
-from roomier.export.hub import check_hub, push_to_hub
-from roomier.export.hugging_face import export_hugging_face
-from roomier.export.lightning import export_lightning
-from roomier.export.onnx import export_onnx
-from roomier.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, Exported, export_safetensors
-from roomier.export.torch_export import export_torch
-from roomier.export.torchscript import export_torchscript
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SUFFIXES = {

@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from roomier.checkpoint.export.plain import fill, plain_model
 from roomier.cli.class_paths import check_class_path
 from roomier.cli.saved_config import FILE_NAME
 from roomier.cli.workloads import batch_of
@@ -18,7 +19,6 @@ from roomier.core.errors import RoomierError, shorten
 from roomier.core.tree import map_tensors
 from roomier.core.untrusted import MAX_YAML_BYTES, check_regular, read_text
 from roomier.core.yaml_text import BoundedLoader
-from roomier.export.plain import fill, plain_model
 
 _ARGUMENT = "--model."
 _HIGHEST_NUMBER = 2

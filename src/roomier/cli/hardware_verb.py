@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
-from roomier.tiers.folder import default_folder
+from roomier.techniques.tiers.folder import default_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.hardware.machine import Machine
-    from roomier.hardware.measured import Measured
+    from roomier.planner.hardware.machine import Machine
+    from roomier.planner.hardware.measured import Measured
 
 _SECONDS = 4.0  # duration of the measurements on each rank
 
@@ -30,7 +30,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache  # late import: --help must not load torch
+    from roomier.planner.hardware import cache  # late import: --help must not load torch
 
     if options.forget:
         existed = cache.forget()
@@ -40,7 +40,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         return 0
     machines, is_kept = _measure(options)
     if options.json:
-        from roomier.hardware.spec import machine_as_dict
+        from roomier.planner.hardware.spec import machine_as_dict
 
         shown = {"cache": str(cache.cache_file()), "is_kept": is_kept}
         print(json.dumps({**shown, "machines": [machine_as_dict(machine) for machine in machines]}))
@@ -54,12 +54,12 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
     """Return a Machine for each number of ranks, and whether the measurements were stored."""
+    from roomier.core.device.resolve import num_devices, resolve_device
     from roomier.core.log import notice
-    from roomier.device.resolve import num_devices, resolve_device
-    from roomier.hardware.host import load, num_cores
-    from roomier.hardware.measured import store
-    from roomier.hardware.measuring import measure_quickly, measure_ranks
-    from roomier.hardware.this_machine import machine_from
+    from roomier.planner.hardware.host import load, num_cores
+    from roomier.planner.hardware.measured import store
+    from roomier.planner.hardware.measuring import measure_quickly, measure_ranks
+    from roomier.planner.hardware.this_machine import machine_from
 
     device = resolve_device(options.accelerator)
     most = 4 * num_cores() if device.type == "cpu" else num_devices(device)

@@ -33,14 +33,14 @@ from roomier.cli.workloads import Asked
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_count
-from roomier.hardware.cache import cache_file
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
+from roomier.planner.hardware.cache import cache_file
 from roomier.trainer import Trainer
 
 if TYPE_CHECKING:
-    from roomier.hardware.machine import Machine
     from roomier.planner.choice import Choice
+    from roomier.planner.hardware.machine import Machine
     from roomier.planner.report.what_if import Grid
 
 EXIT_NOTHING_FITS = 1

@@ -17,8 +17,8 @@ from roomier.api.overrides import overrides
 from roomier.cli.optimizer_option import with_optimizer
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
+from roomier.core.device.rng import seed_everything
 from roomier.core.log import notice
-from roomier.device.rng import seed_everything
 from roomier.trainer import Trainer
 
 

@@ -1,8 +1,8 @@
 """Exchange of values between the ranks of a run, on the host. With one rank, each call returns its input.
 
 These calls are for work between steps, for example to shard a batch, to agree on a value, or to reduce metrics at log
-steps. Every rank must make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a
-model.
+steps. Every rank must make the same calls in the same order. The code in ``techniques/parallel/`` exchanges the tensors
+of a model.
 """
 
 from collections.abc import Callable

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from roomier.core import torch_loaders
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -28,7 +29,6 @@ from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import EpochSeed, mix_seed
 from roomier.data.share import Share
-from roomier.device.rng import rng_state, set_rng_state
 
 
 class SpeaksState(Protocol):

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from roomier.core import torch_loaders
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.tree import tensors
 from roomier.data.choose import speaks_state
@@ -28,7 +29,6 @@ from roomier.data.combined import CombinedLoader
 from roomier.data.joint import Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
 from roomier.data.same import is_same
-from roomier.device.rng import rng_state, set_rng_state
 
 _NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
 _DEPTH = 3  # Maximum nesting depth of datasets.

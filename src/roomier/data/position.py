@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roomier.core.device.rng import check_generator_state, check_rng_state, rng_form
 from roomier.core.forms import (
     Form,
     FormError,
@@ -27,7 +28,6 @@ from roomier.core.forms import (
     text,
 )
 from roomier.data.joint import MODES
-from roomier.device.rng import check_generator_state, check_rng_state, rng_form
 
 _GENERATORS = list_of(tensor(torch.uint8))
 _SEED = integer(-(2**63), 2**64 - 1)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, SequentialSampler
 
 from roomier.core import torch_loaders
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -24,7 +25,6 @@ from roomier.data.rebuild import plain_sampler, set_loader_epoch, with_sampler
 from roomier.data.share import Share, no_batch_on
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
-from roomier.device.rng import rng_state, set_rng_state
 
 
 @dataclass

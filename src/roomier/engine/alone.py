@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roomier.parallel.unsharded import Unsharded
+from roomier.techniques.parallel.unsharded import Unsharded
 
 
 class Alone(Unsharded):

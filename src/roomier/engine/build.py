@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TypeVar
 
-from roomier.adapters.found import report_unnamed_adapters
-from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.module import Module
 from roomier.core import torch_fake
 from roomier.core.ranks import Ranks
@@ -20,10 +18,12 @@ from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
 from roomier.engine.parameter_tier import filled_parameters, offloaded_shards
 from roomier.engine.weights_file import WeightsToRead
-from roomier.offload.parameters import OffloadedParameters
-from roomier.offload.residency import Residency
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.techniques.adapters.found import report_unnamed_adapters
+from roomier.techniques.adapters.lora import apply_lora, quantise_base
+from roomier.techniques.offload.parameters import OffloadedParameters
+from roomier.techniques.offload.residency import Residency
+from roomier.techniques.optim.configured import Configured
 
 AnyEngine = TypeVar("AnyEngine", bound=EagerEngine)
 

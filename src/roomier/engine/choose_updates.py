@@ -17,7 +17,7 @@ from roomier.engine.updates import Updates
 from roomier.plan import Plan
 
 if TYPE_CHECKING:
-    from roomier.offload.residency import Residency
+    from roomier.techniques.offload.residency import Residency
 
 
 def updates_of(

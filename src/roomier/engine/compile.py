@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from roomier.activation.repeat import without_caches
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.wrapped_forward import WrappedForward, install
 from roomier.plan import CompilePlan
+from roomier.techniques.activation.repeat import without_caches
 
 INDUCTOR = "inductor"
 DEFAULT = CompilePlan(enabled=True)

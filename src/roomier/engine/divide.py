@@ -21,7 +21,7 @@ from roomier.engine.parallel import Parallel
 from roomier.plan import Plan
 
 if TYPE_CHECKING:
-    from roomier.parallel.shard import Sharding, Shards
+    from roomier.techniques.parallel.shard import Sharding, Shards
 
 _SHARDS = "_roomier_shards"
 
@@ -40,15 +40,19 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
-        from roomier.parallel.own_gradients import OwnGradients  # late import: a single process does not need it
+        from roomier.techniques.parallel.own_gradients import (
+            OwnGradients,  # late import: a single process does not need it
+        )
 
         return OwnGradients(network, ranks)
-    from roomier.parallel.agree import take_values_of_rank_zero  # late import: a single process does not need it
+    from roomier.techniques.parallel.agree import (
+        take_values_of_rank_zero,  # late import: a single process does not need it
+    )
 
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
-        from roomier.parallel.powersgd import PowerSGD  # late import: a single process does not need it
-        from roomier.parallel.replicate import Replicas  # late import: a single process does not need it
+        from roomier.techniques.parallel.powersgd import PowerSGD  # late import: a single process does not need it
+        from roomier.techniques.parallel.replicate import Replicas  # late import: a single process does not need it
 
         take_values_of_rank_zero(network, ranks)  # DDP also does this, but is created after the first step, or never
         compresses = wanted.gradient_compression == "powersgd"
@@ -61,8 +65,13 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
             wire_dtype=wire_dtype,
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
-    from roomier.parallel.mesh import make_mesh  # late import: a single process does not need it
-    from roomier.parallel.shard import Sharding, Shards, check_shardable, lay_out_by_rows  # late import: as above
+    from roomier.techniques.parallel.mesh import make_mesh  # late import: a single process does not need it
+    from roomier.techniques.parallel.shard import (  # late import: as above
+        Sharding,
+        Shards,
+        check_shardable,
+        lay_out_by_rows,
+    )
 
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),

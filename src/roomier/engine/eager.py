@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
+from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import TrainingError
 from roomier.core.ranks import announced
-from roomier.device.transfer import BatchMover
 from roomier.engine.engine_state import check_optimizers, load_optimizers, optimizer_places, optimizer_states
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
@@ -27,7 +27,7 @@ from roomier.engine.updates import Updates
 from roomier.engine.window import Closure, Window
 from roomier.launch.failure import is_of_lost_peer
 from roomier.plan import BatchPlan
-from roomier.precision.scaler import LossScaler, NoScale
+from roomier.techniques.precision.scaler import LossScaler, NoScale
 
 
 class EagerEngine:

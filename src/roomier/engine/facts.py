@@ -10,10 +10,10 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
+from roomier.core.device.capability import usable_device
 from roomier.core.ranks import Ranks
-from roomier.device.capability import usable_device
 from roomier.plan import Plan
-from roomier.precision.policy import Precision, precision_of
+from roomier.techniques.precision.policy import Precision, precision_of
 
 
 @dataclass(frozen=True)

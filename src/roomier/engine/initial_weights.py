@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from roomier.adapters.layers import is_adapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core import torch_private
+from roomier.core.device.rng import of_devices, rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.device.rng import of_devices, rng_state, set_rng_state
-from roomier.parallel.pages import PagedTensor
+from roomier.techniques.adapters.layers import is_adapter
+from roomier.techniques.parallel.pages import PagedTensor
 
 
 @contextmanager

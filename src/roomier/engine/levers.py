@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from roomier.activation.block_forward import Recompute
-from roomier.activation.recompute import apply_recompute
-from roomier.attention.kernels import attention_context
 from roomier.core.log import notice
 from roomier.core.wrapped_forward import unwrap
 from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.facts import Facts
 from roomier.engine.first_forward import FirstForward, MakeContext, both
-from roomier.loss.chunked import LossWatch, apply_chunked_loss
-from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
-from roomier.precision.lstm import replace_missing_lstm_kernels
-from roomier.precision.sizes import size_warnings
+from roomier.techniques.activation.block_forward import Recompute
+from roomier.techniques.activation.recompute import apply_recompute
+from roomier.techniques.attention.kernels import attention_context
+from roomier.techniques.loss.chunked import LossWatch, apply_chunked_loss
+from roomier.techniques.loss.output_layer import find_output_layer
+from roomier.techniques.precision.lstm import replace_missing_lstm_kernels
+from roomier.techniques.precision.sizes import size_warnings
 
 if TYPE_CHECKING:
-    from roomier.offload.parameters import OffloadedParameters
+    from roomier.techniques.offload.parameters import OffloadedParameters
 
 
 @dataclass

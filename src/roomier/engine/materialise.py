@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from roomier.adapters.layers import is_adapter
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
@@ -26,7 +25,9 @@ from roomier.engine.initial_weights import (
     report_lost_initialization,
     same_random_numbers,
 )
-from roomier.parallel.pages import (
+from roomier.plan import Plan
+from roomier.techniques.adapters.layers import is_adapter
+from roomier.techniques.parallel.pages import (
     Cut,
     Page,
     PagedTensor,
@@ -35,8 +36,7 @@ from roomier.parallel.pages import (
     is_pageable,
     paged_parameters,
 )
-from roomier.plan import Plan
-from roomier.tiers.scratch import Scratch
+from roomier.techniques.tiers.scratch import Scratch
 
 
 @contextmanager

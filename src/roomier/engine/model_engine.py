@@ -16,8 +16,8 @@ from roomier.engine.levers import Levers
 from roomier.engine.parallel import Parallel
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.updates import Updates
-from roomier.optim.configured import Configured, check_ownership, check_sharded_parameters
 from roomier.plan import BatchPlan
+from roomier.techniques.optim.configured import Configured, check_ownership, check_sharded_parameters
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

@@ -17,13 +17,13 @@ from roomier.engine.offloaded_updates import OffloadedUpdates, check_optimizer
 from roomier.engine.parallel import Parallel
 from roomier.engine.parameter_tier import tier_of
 from roomier.engine.parameter_updates import ParametersOnDevice, ParameterTier
-from roomier.offload.residency import Residency
-from roomier.offload.staging import staging_of
-from roomier.offload.states import OffloadedStates, record_bytes
-from roomier.offload.units import first_leaving, units_around, units_of
-from roomier.optim.state_bytes import state_bytes
 from roomier.plan import Plan
 from roomier.plan.offload_rules import update_mode
+from roomier.techniques.offload.residency import Residency
+from roomier.techniques.offload.staging import staging_of
+from roomier.techniques.offload.states import OffloadedStates, record_bytes
+from roomier.techniques.offload.units import first_leaving, units_around, units_of
+from roomier.techniques.optim.state_bytes import state_bytes
 
 
 def offloaded_updates(

@@ -44,19 +44,19 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from roomier.core import torch_private
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.streams import computing_stream
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import Gathers
-from roomier.device.capability import capabilities_of
-from roomier.device.streams import computing_stream
 from roomier.engine.narrowed import Homes, Options, check_no_step_hooks, homes_of, options_of, step_only, with_options
 from roomier.engine.parameter_updates import Change, ParametersOnDevice
 from roomier.engine.updates import Scale, Updates
-from roomier.offload.outside_reads import OutsideReads
-from roomier.offload.states import OffloadedStates
-from roomier.offload.units import Unit
 from roomier.plan import BatchPlan
+from roomier.techniques.offload.outside_reads import OutsideReads
+from roomier.techniques.offload.states import OffloadedStates
+from roomier.techniques.offload.units import Unit
 
 _NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
 _NUM_PAUSED = 32  # number of steps in a pause

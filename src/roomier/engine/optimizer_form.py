@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from roomier.core.forms import FormError, anything, fields, item_of, like, tensor
 
-_KNOWN = ("torch.optim", "roomier.optim")
+_KNOWN = ("torch.optim", "roomier.techniques.optim")
 _OF_KERNELS = ("params", "fused", "foreach", "capturable")  # settings that do not affect which states exist
 
 States = dict[str, Any]

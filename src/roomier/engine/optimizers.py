@@ -16,18 +16,18 @@ from roomier.core import torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.engine.facts import Facts
-from roomier.optim.by_name import keeps_updates, make_optimizer
-from roomier.optim.configured import (
+from roomier.plan import Plan
+from roomier.plan.lever_rules import rounding_in_force
+from roomier.techniques.optim.by_name import keeps_updates, make_optimizer
+from roomier.techniques.optim.configured import (
     Configured,
     LRSchedulerConfig,
     check_ownership,
     check_sharded_parameters,
     read_configured,
 )
-from roomier.optim.onebit_adam import onebit_options
-from roomier.optim.schedule import make_schedule
-from roomier.plan import Plan
-from roomier.plan.lever_rules import rounding_in_force
+from roomier.techniques.optim.onebit_adam import onebit_options
+from roomier.techniques.optim.schedule import make_schedule
 
 ConfigureOptimizers = Callable[[Sequence[nn.Module]], Configured]
 """Function that receives the blocks of the network and returns optimizers and schedulers."""

@@ -13,15 +13,15 @@ from roomier.engine.facts import Facts
 from roomier.engine.levers import layers_read_later
 from roomier.engine.materialise import TakenWeights
 from roomier.engine.weights_file import WeightsToRead
-from roomier.offload.parameters import OffloadedParameters
-from roomier.offload.regions import MIN_BYTES, Region, regions_of
-from roomier.offload.residency import no_values, record_sizes
-from roomier.offload.shards import OffloadedShards, sharded_regions
 from roomier.plan import OffloadPlan, Plan
-from roomier.tiers.disk import DiskTier
-from roomier.tiers.host import HostTier
-from roomier.tiers.scratch import Scratch
-from roomier.tiers.tier import Tier
+from roomier.techniques.offload.parameters import OffloadedParameters
+from roomier.techniques.offload.regions import MIN_BYTES, Region, regions_of
+from roomier.techniques.offload.residency import no_values, record_sizes
+from roomier.techniques.offload.shards import OffloadedShards, sharded_regions
+from roomier.techniques.tiers.disk import DiskTier
+from roomier.techniques.tiers.host import HostTier
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.tier import Tier
 
 NUM_BUFFERS = 4
 """Number of buffers in the ring of a disk tier that stores parameters."""
@@ -102,7 +102,7 @@ def tier_of(
         name: ``"disk"`` for a tier on disk. Any other name creates a tier in host memory.
         sizes: size of each record in bytes.
         num_buffers: number of buffers in a disk tier.
-        num_ahead, shares_large: arguments of a disk tier; see :class:`roomier.tiers.disk.DiskTier`.
+        num_ahead, shares_large: arguments of a disk tier; see :class:`roomier.techniques.tiers.disk.DiskTier`.
     """
     pinned = device.type != "cpu"
     if name == "disk":

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from roomier.core import torch_private
 from roomier.core.sharded import local_part
 from roomier.engine.parallel import Parallel
-from roomier.offload.regions import Region
-from roomier.offload.residency import UPDATE, AbsentWatch, Residency
-from roomier.offload.units import Unit
 from roomier.plan import BatchPlan
+from roomier.techniques.offload.regions import Region
+from roomier.techniques.offload.residency import UPDATE, AbsentWatch, Residency
+from roomier.techniques.offload.units import Unit
 
 Change = Callable[[Tensor], object]
 """Function that changes a gradient in place."""

@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
 from roomier.api.wrapped import network_of
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.log import notice
-from roomier.device.resolve import resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure_by_name
 from roomier.launch import join, place, present_launch
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.plan.offload_rules import without_host_tiers
 from roomier.plan.rules import refuse
-from roomier.precision.policy import set_matmul_precision
+from roomier.techniques.optim.configured import Configured
+from roomier.techniques.precision.policy import set_matmul_precision
 
 
 class PreparedEngine(EagerEngine):

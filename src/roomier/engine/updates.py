@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Scale(Protocol):
-    """Loss scale; see :mod:`roomier.precision.scaler`."""
+    """Loss scale; see :mod:`roomier.techniques.precision.scaler`."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Update the parameters if the gradients are finite."""

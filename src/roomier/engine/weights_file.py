@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from roomier.adapters.layers import is_adapter
 from roomier.core.errors import RoomierError
+from roomier.core.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.core.log import notice
 from roomier.core.sharded import local_part
 from roomier.core.untrusted import read_json
-from roomier.models.hugging_face import Conversion, conversions_from_files, find_pretrained
-from roomier.parallel.pages import local_rows
+from roomier.techniques.adapters.layers import is_adapter
+from roomier.techniques.parallel.pages import local_rows
 
 SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

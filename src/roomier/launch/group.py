@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core import torch_private
+from roomier.core.device.resolve import group_backend, resolve_device
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.world import World
-from roomier.device.resolve import group_backend, resolve_device
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
 from roomier.launch.failure import FailureNews

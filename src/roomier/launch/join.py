@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from roomier.core.device.names import visible_devices_variable
+from roomier.core.device.resolve import group_backend
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.device.names import visible_devices_variable
-from roomier.device.resolve import group_backend
 
 
 def join(world: World, device_type: str) -> Ranks:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
+from roomier.core.device.names import accelerator_of_torch
 from roomier.core.errors import CombinedError, PlanError, did_you_mean
 from roomier.core.units import format_bytes
-from roomier.device.names import accelerator_of_torch
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.levers import BY_PERMISSION

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from roomier.core.units import format_bytes, format_seconds
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.levers import used_levers
 from roomier.plan.parts import OffloadPlan
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roomier.hardware.machine import Machine
-from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Interval
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.memory.kinds import Kind
 
 _SHARE_OF_HOST = 0.8  # the remaining memory is for the dataset, its workers and the system
 _SHARE_OF_DISK = 0.95

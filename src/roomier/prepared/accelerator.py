@@ -13,19 +13,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from roomier.core.device.capability import usable_device
+from roomier.core.device.memory import release_cached
+from roomier.core.device.resolve import resolve_device
+from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
 from roomier.core.tree import map_tensors
-from roomier.device.capability import usable_device
-from roomier.device.memory import release_cached
-from roomier.device.resolve import resolve_device
-from roomier.device.transfer import BatchMover
 from roomier.engine.model_engine import ModelEngine
 from roomier.engine.prepared import build_prepared
 from roomier.launch import join, place, present_launch
-from roomier.loss.lazy_logits import computed
-from roomier.migrate.accelerate import MEMBERS, PRECISIONS
 from roomier.plan import Plan
-from roomier.precision.policy import precision_of, set_matmul_precision
+from roomier.plan.migrate.accelerate import MEMBERS, PRECISIONS
 from roomier.prepared.accumulation import Accumulation
 from roomier.prepared.loader import PreparedLoader, prepared_loader
 from roomier.prepared.model import PreparedModel
@@ -33,6 +31,8 @@ from roomier.prepared.optimizer import PreparedOptimizer, PreparedScheduler
 from roomier.prepared.settings import plan_of
 from roomier.prepared.storage import Storage
 from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors
+from roomier.techniques.loss.lazy_logits import computed
+from roomier.techniques.precision.policy import precision_of, set_matmul_precision
 
 
 class UnsupportedMemberError(RoomierError, AttributeError):

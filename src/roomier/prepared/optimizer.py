@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.engine.model_engine import ModelEngine
-from roomier.optim.proxy import OptimizerProxy
 from roomier.prepared.accumulation import Accumulation
+from roomier.techniques.optim.proxy import OptimizerProxy
 
 
 class PreparedOptimizer(OptimizerProxy):

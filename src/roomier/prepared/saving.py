@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from roomier import checkpoint
+from roomier.checkpoint.export.shards import ToWrite, write_shard, write_tensors
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.sharded import is_sharded
 from roomier.core.tree import to_device
 from roomier.core.units import parse_bytes
-from roomier.device.rng import rng_state, set_rng_state
 from roomier.engine.model_engine import ModelEngine
-from roomier.export.shards import ToWrite, write_shard, write_tensors
 
 _HOST = torch.device("cpu")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
-from roomier.device.resolve import resolve_device
 from roomier.engine.prepared import planner_errors
 from roomier.launch import present_launch
-from roomier.migrate.accelerate import answers_to_keywords
-from roomier.migrate.answers import Answers
-from roomier.migrate.deepspeed.objects import answers_to_source
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.levers import lever_that_frees_gradients, used_levers
+from roomier.plan.migrate.accelerate import answers_to_keywords
+from roomier.plan.migrate.answers import Answers
+from roomier.plan.migrate.deepspeed.objects import answers_to_source
 from roomier.plan.offload_rules import without_host_tiers
 from roomier.plan.rules import refuse
 

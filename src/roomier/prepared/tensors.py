@@ -16,7 +16,7 @@ from roomier.core.all_gather import all_gather
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors, tensors
-from roomier.loss.lazy_logits import computed
+from roomier.techniques.loss.lazy_logits import computed
 
 REDUCTIONS = ("sum", "mean", "max", "none")
 

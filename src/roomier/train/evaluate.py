@@ -13,15 +13,15 @@ from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import step_of
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.data.turns import Turn
-from roomier.device.rng import rng_state, set_rng_state
-from roomier.loss.lazy_logits import computed
 from roomier.run.logged.muted import muted
 from roomier.run.logged.step_rows import StepRows
 from roomier.run.run import Run, call
 from roomier.run.states import RunningStage
+from roomier.techniques.loss.lazy_logits import computed
 from roomier.train.batch_notes import note_text
 from roomier.train.step import transfer_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from roomier.api.go_back import GoBackError
-from roomier.device.rng import set_rng_state
+from roomier.core.device.rng import set_rng_state
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.run import Run, call
 from roomier.train.batch_notes import note_batches

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
 from roomier.core.errors import TrainingError
-from roomier.optim.proxy import OptimizerProxy
 from roomier.plan.levers import lever_that_frees_gradients
+from roomier.techniques.optim.proxy import OptimizerProxy
 
 if TYPE_CHECKING:
     from roomier.run.run import Run

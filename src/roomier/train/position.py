@@ -31,7 +31,7 @@ _LONG = {
     "roomier.checkpoint": "checkpoint",
     "roomier.train.saving": "checkpoint",
     "roomier.loggers": "logging",
-    "roomier.tuner": "tuning",
+    "roomier.train.tuner": "tuning",
 }
 _DATA = ("roomier.data", "torch.utils.data")
 _FIT = "roomier.train.fit"

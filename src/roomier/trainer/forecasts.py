@@ -13,12 +13,12 @@ from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
+from roomier.core.device.resolve import resolve_device
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.log import notice
-from roomier.device.resolve import resolve_device
-from roomier.device.rng import rng_state, set_rng_state
-from roomier.memory.kinds import total_bytes
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import shapes_of
+from roomier.planner.memory.kinds import total_bytes
 from roomier.trainer.keywords.arguments import ordered
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 def _states_bytes(shapes: Module, plan: Plan) -> int:
     """Return the peak size in bytes of the model states on one rank; 0 if unknown. Without a named optimizer, assume
     AdamW."""
-    from roomier.memory.predict import predict  # late import: loads torch's sharding modules
+    from roomier.planner.memory.predict import predict  # late import: loads torch's sharding modules
 
     optimizer = plan.optimizer
     if optimizer.name is None:

@@ -24,7 +24,6 @@ from roomier.api.module import Module
 from roomier.api.overrides import replace_none
 from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
-from roomier.optim.configured import LRSchedulerConfig
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.logged.results import Results
@@ -32,6 +31,7 @@ from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
 from roomier.run.settled import Request
 from roomier.run.states import TrainerFn, TrainerStatus
+from roomier.techniques.optim.configured import LRSchedulerConfig
 from roomier.train.manual import ManualOptimizer
 from roomier.trainer.lightning.batches import BatchHooks
 from roomier.trainer.lightning.loops import FitLoop, PrecisionView, accelerator_of, init_module

@@ -23,10 +23,10 @@ from roomier.api.lightning import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.resolve import resolve_device
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
-from roomier.device.capability import capabilities_of
-from roomier.device.resolve import resolve_device
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
 from roomier.plan.offload_rules import without_host_tiers

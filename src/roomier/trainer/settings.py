@@ -21,10 +21,10 @@ from roomier.api.overrides import is_one, replace_none
 from roomier.api.own_optimizer import OwnOptimizer, own_optimizer_of
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.device.resolve import resolve_device
 from roomier.launch import join
 from roomier.loggers.files import FileLogger
 from roomier.plan import Plan

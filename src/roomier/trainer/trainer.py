@@ -34,6 +34,8 @@ from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
 from roomier.train.predicting.stream import opened_stream
 from roomier.train.saving.save import save_checkpoint
 from roomier.train.settling.checks import check_callbacks
+from roomier.train.tuner.before_fit import check_flags, tune, write_picture
+from roomier.train.tuner.trial import Subject
 from roomier.trainer.keywords.argument_types import OptimizerArgument
 from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
@@ -52,8 +54,6 @@ from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.report import report_end
 from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial
-from roomier.tuner.before_fit import check_flags, tune, write_picture
-from roomier.tuner.trial import Subject
 
 
 class Trainer(LastCall):

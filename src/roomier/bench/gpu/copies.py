@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from roomier.bench.gpu.parts import Rows, Setting, Values
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.streams import synchronize
 from roomier.core.units import format_bytes
-from roomier.device.capability import capabilities_of
-from roomier.device.streams import synchronize
-from roomier.hardware.this_machine import this_machine
+from roomier.planner.hardware.this_machine import this_machine
 
 _NUM_BYTES = {"full": (2**20, 2**24, 2**28), "tiny": (2**16,)}
 _NUM_REPETITIONS = 10

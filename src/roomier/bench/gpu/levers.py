@@ -18,8 +18,8 @@ from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.bench.lever_rows import FRAMEWORKS, ROWS
 from roomier.bench.lever_worker import RUNNERS, Measurement
 from roomier.bench.levers import row_of, turns_of
+from roomier.core.device.resolve import resolve_device
 from roomier.core.units import format_bytes
-from roomier.device.resolve import resolve_device
 
 _FULL: dict[str, Any] = {"model": "bert-large", "seq_len": 512, "steps": 10, "levers": ""}
 _TINY: dict[str, Any] = {"model": "bert-tiny", "seq_len": 16, "steps": 1, "levers": "vanilla,all"}

@@ -28,25 +28,25 @@ from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.bench.gpu.planner import forecast_of_allocator
 from roomier.bench.strategy_ranks import TrainedGPT
 from roomier.callbacks.throughput import flops_per_token
+from roomier.core.device.streams import synchronize
 from roomier.core.errors import RoomierError
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.units import format_bytes, format_seconds
-from roomier.device.streams import synchronize
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.hardware.devices import peak_flops_per_s
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choice import Choice, words_of
 from roomier.planner.choosing.choose import budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.deadline import Deadline
+from roomier.planner.hardware.devices import peak_flops_per_s
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.memory.tracker import MemoryTracker, tracking
 from roomier.planner.workload import Workload
-from roomier.precision.policy import default_dtype, precision_of
+from roomier.techniques.precision.policy import default_dtype, precision_of
 
 _WARMUP_STEPS = 3
 _ALLOWED = ["chunked_loss", "adamw8bit"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roomier.device.resolve import resolve_device
+from roomier.core.device.resolve import resolve_device
 
 SIZES = ("tiny", "full")
 """``"full"`` is for GPUs. ``"tiny"`` takes seconds on a CPU, and its values have no meaning."""

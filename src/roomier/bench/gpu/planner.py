@@ -30,10 +30,10 @@ from roomier.bench.planner_models import UNet
 from roomier.bench.planner_truth import measured_step
 from roomier.bench.strategy_ranks import TrainedGPT
 from roomier.core.units import format_bytes
-from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
 
 _LEVERS = ("vanilla", "mixed", "checkpointing", "selective", "step in backward", "offload", "adam8bit", "all", "most")

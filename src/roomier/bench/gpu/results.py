@@ -13,7 +13,7 @@ from typing import Any
 import roomier
 from roomier.bench.gpu.parts import Setting
 from roomier.bench.machine import circumstances
-from roomier.device.resolve import device_name, num_devices
+from roomier.core.device.resolve import device_name, num_devices
 
 KEY = ("commit", "source", "torch", "cpu", "device", "num_devices", "size")
 """Facts that must be equal for a line in the file to be valid for this run."""

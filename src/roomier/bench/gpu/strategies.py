@@ -12,8 +12,8 @@ from typing import Any
 
 from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.bench.strategies import compare, possible_strategies
+from roomier.core.device.resolve import num_devices
 from roomier.core.units import format_bytes, format_seconds
-from roomier.device.resolve import num_devices
 
 _FULL = {"model": "gpt2", "seq_len": 1024, "batch_size": 8, "steps": 5, "repeats": 5}
 _TINY = {"model": "gpt-nano", "seq_len": 16, "batch_size": 1, "steps": 1, "repeats": 1}

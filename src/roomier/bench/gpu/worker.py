@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from roomier.bench.gpu.parts import PartModule, Setting
 from roomier.bench.gpu.results import COMPLETE, FAILED, INCOMPLETE, MEASURED, UNSUPPORTED, Results
-from roomier.device.capability import capabilities_of
-from roomier.device.memory import allocated_bytes, release_cached
+from roomier.core.device.capability import capabilities_of
+from roomier.core.device.memory import allocated_bytes, release_cached
 
 # Fraction of the time limit after which no row starts, because the last row can take longer than earlier rows.
 _USABLE_SHARE = 0.9

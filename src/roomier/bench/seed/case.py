@@ -37,15 +37,15 @@ from roomier.bench.seed.configurations import Configuration, configurations_of
 from roomier.bench.seed.models import MODELS, SIZES
 from roomier.bench.seed.worker import training_of
 from roomier.bench.seeds import CONTEXT_MIB
+from roomier.core.device.resolve import num_devices, resolve_device
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.units import format_seconds
-from roomier.device.resolve import num_devices, resolve_device
-from roomier.hardware.host import available_memory_bytes, num_cores
-from roomier.hardware.machine import Machine
-from roomier.hardware.spec import machine_of
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing.pricing import Prices, prices_of
+from roomier.planner.hardware.host import available_memory_bytes, num_cores
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.hardware.spec import machine_of
 
 _WORKER = "roomier.bench.seed.worker"
 _ALIASES = {"mingpt": "minigpt", "bert": "bert-large", "deepspeech": "deepspeech2"}

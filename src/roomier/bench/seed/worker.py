@@ -24,8 +24,8 @@ from roomier.api.callback import Callback
 from roomier.bench.seed.configurations import configurations_of
 from roomier.bench.seed.models import MODELS, Sample, Training, minigpt
 from roomier.callbacks.forecast import MemoryForecast
-from roomier.device.resolve import resolve_device
-from roomier.device.streams import synchronize
+from roomier.core.device.resolve import resolve_device
+from roomier.core.device.streams import synchronize
 from roomier.trainer.trainer import Trainer
 
 _TRACKED_STEP = 3  # with deferred updates, the first update runs in step 2

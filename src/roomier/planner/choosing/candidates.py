@@ -15,14 +15,14 @@ from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import PlanError, RoomierError
-from roomier.hardware.machine import Machine
-from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
 from roomier.plan.choices import CHOICES, canonical
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
+from roomier.techniques.loss.output_layer import find_output_layer
 
 Changes = Mapping[str, object]
 """Map from fields of a Plan to new values."""

@@ -6,10 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from roomier.activation.budget import BudgetTooSmallError
 from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.choices import Kind, kind_of
 from roomier.plan.levers import used_levers
@@ -20,7 +18,9 @@ from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices
 from roomier.planner.deadline import SEARCH_S, Deadline
 from roomier.planner.dry_runs.confirm import is_seen_by_dry_run
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
+from roomier.techniques.activation.budget import BudgetTooSmallError
 
 ESTIMATE_ERROR = 0.05
 """Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is

@@ -9,8 +9,6 @@ from typing import Any
 
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
-from roomier.hardware.devices import SHEETS
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.levers import LEVERS
 from roomier.plan.parts import ChoicePlan
@@ -23,6 +21,8 @@ from roomier.planner.deadline import ADVICE_S, Deadline
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.devices import SHEETS
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")

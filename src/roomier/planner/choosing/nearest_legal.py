@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from roomier.api.module import Module
+from roomier.core.device.resolve import accelerator_type, resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
-from roomier.device.resolve import accelerator_type, resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure

@@ -23,7 +23,6 @@ from typing import Protocol
 from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.levers import LEVERS
 from roomier.planner.choice import Considered
@@ -33,6 +32,7 @@ from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 
 TIE = 0.02

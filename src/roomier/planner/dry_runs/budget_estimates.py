@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.live_bytes import CountedBytes, LiveBytes
-from roomier.hardware.machine import Device
-from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.hardware.machine import Device
+from roomier.planner.memory.tracker import MemoryTracker
 from roomier.planner.timing.compute_time import recomputation_s
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.live_bytes import CountedBytes, LiveBytes
 
 TYPICAL_DEVICE = Device(
     "typical CPU",
@@ -41,7 +41,7 @@ def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> i
 
 
 class DryEstimates:
-    """Implementation of :class:`roomier.activation.budget.Estimates` for a dry run.
+    """Implementation of :class:`roomier.techniques.activation.budget.Estimates` for a dry run.
 
     Args:
         tracker: tracker of the dry run.

@@ -10,7 +10,6 @@ closed form is used, because the choice of saved activations depends on the memo
 
 from __future__ import annotations
 
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.dry_runs.within_budget import remark_of
@@ -18,6 +17,7 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
 from roomier.planner.formula.moved import leave_device
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 

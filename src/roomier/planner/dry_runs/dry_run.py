@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.budget import BudgetedRecompute
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.step_arguments import step_of
@@ -25,19 +23,21 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
 from roomier.engine.optimizers import configure
-from roomier.hardware.machine import Device
-from roomier.memory.kinds import Kind, total_bytes
-from roomier.memory.predict import layout_of
-from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
-from roomier.optim.averaging import WeightAverage, tensors_to_average
 from roomier.plan import OffloadPlan, Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, DryEstimates
 from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
+from roomier.planner.hardware.machine import Device
+from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.planner.memory.predict import layout_of
+from roomier.planner.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.planner.workload import Workload
-from roomier.precision.policy import precision_of
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.budget import BudgetedRecompute
+from roomier.techniques.optim.averaging import WeightAverage, tensors_to_average
+from roomier.techniques.precision.policy import precision_of
 
 NumBytes = dict[Kind, int]
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)

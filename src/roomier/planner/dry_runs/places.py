@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core.tree import tensors
-from roomier.loss.lazy_logits import LazyLogits
+from roomier.techniques.loss.lazy_logits import LazyLogits
 
 _PLACE = "_roomier_place"  # attribute of a tensor: name of the part of the model that returned the tensor
 

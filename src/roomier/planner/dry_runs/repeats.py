@@ -22,10 +22,10 @@ from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.core.log import notice
-from roomier.parallel.shard import closed_blocks
 from roomier.plan import Plan
 from roomier.planner.fake.user_code import reason_of
 from roomier.planner.workload import Workload
+from roomier.techniques.parallel.shard import closed_blocks
 
 _LONGEST_TURN = 8
 _reported: WeakSet[nn.Module] = WeakSet()

@@ -22,12 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.budget import BudgetTooSmallError
 from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
-from roomier.hardware.machine import Device
-from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns
 from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes, dry_run
@@ -35,7 +31,11 @@ from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, repo
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.fake.user_code import UnexpectedStepError
+from roomier.planner.hardware.machine import Device
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.budget import BudgetTooSmallError
 
 _NUM_FIRST = _NUM_LAST = 2  # number of periods at each end of a row that are always traced
 _NUM_TRACED = _NUM_FIRST + _NUM_LAST

@@ -5,9 +5,9 @@ Three steps are known: one in which all blocks save only their input, one in whi
 products, and one in which they save all activations. At any time, the steps differ in the bytes that blocks save
 between their forward and backward passes, and in the memory of the running block. The difference after the forward pass
 of a block is the memory that the activations of this block require. These values define the optimization problem that a
-run solves after its measured step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block
-come from the step in which all blocks save the activations that this block saves. The difference in the bytes that the
-earlier blocks save is added.
+run solves after its measured step (:mod:`roomier.techniques.activation.choose`). For a given choice, the intervals of
+each block come from the step in which all blocks save the activations that this block saves. The difference in the
+bytes that the earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
 the same bytes.
@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.budget import budget_bytes_of, too_small
-from roomier.activation.choose import Option, Stage, choose, least_peak_bytes
-from roomier.activation.profile import KEEPS
-from roomier.memory.kinds import Kind, total_bytes
 from roomier.plan import ActivationPlan
 from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes
 from roomier.planner.fake.user_code import UnexpectedStepError
+from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.budget import budget_bytes_of, too_small
+from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes
+from roomier.techniques.activation.profile import KEEPS
 
 UNIFORM = {
     Keep.INPUT: ActivationPlan("full"),

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roomier.core import torch_fake, torch_private
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.device.rng import rng_state, set_rng_state
 from roomier.planner.fake.answers import Answers
 from roomier.planner.fake.like_cuda import attention_functions, attention_like_cuda, autocast_functions
 from roomier.planner.fake.rnn import rnn_kernels

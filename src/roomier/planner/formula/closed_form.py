@@ -2,11 +2,11 @@
 
 [Note: closed form]
 A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and temporaries while each part of
-the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced at the entry
-and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk records at
-the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the exit is
-added to the trace at the end of the part. Between the entry and the exit, the largest sum in the trace is added to the
-current state of the walk. Unsharded gradients are counted in the trace until the walk counts them.
+the model runs. :class:`~roomier.planner.memory.walk.Walk` contains the memory that is gathered, sent and reduced at the
+entry and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk
+records at the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the
+exit is added to the trace at the end of the part. Between the entry and the exit, the largest sum in the trace is added
+to the current state of the walk. Unsharded gradients are counted in the trace until the walk counts them.
 
 With gradient accumulation, only three micro-batches are computed: the first, one in the middle, and the last. All
 micro-batches in the middle are equal.
@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roomier.memory.kinds import Kind
-from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
-from roomier.memory.weights import Unit
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.walk import KINDS, Layout, UnitBytes, Walk
+from roomier.planner.memory.weights import Unit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
     KINDS.index(each) for each in (Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY, Kind.COMMUNICATION)

@@ -10,23 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.offload import MIN_BYTES
 from roomier.api.wrapped import network_of
 from roomier.core import torch_fake
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.hardware.machine import Machine
-from roomier.memory.kinds import Kind
-from roomier.memory.model_states import StateBytes, copied_bytes, kept_bytes
-from roomier.memory.predict import layout_of, state_bytes_of
-from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
-from roomier.memory.weights import Unit, Weight, buffer_bytes, units_with_weights
-from roomier.offload.regions import large_modules
-from roomier.optim.averaging import tensors_to_average
-from roomier.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.budget_estimates import recomputation_ns
@@ -43,9 +32,20 @@ from roomier.planner.formula.moved import leave_device, moved_to_host
 from roomier.planner.formula.offloaded import Group, Offloaded, added, offloaded
 from roomier.planner.formula.trace import Trace
 from roomier.planner.formula.update_bytes import state_tensors, update_bytes
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.model_states import StateBytes, copied_bytes, kept_bytes
+from roomier.planner.memory.predict import layout_of, state_bytes_of
+from roomier.planner.memory.walk import Layout, gradient_bytes, unit_bytes
+from roomier.planner.memory.weights import Unit, Weight, buffer_bytes, units_with_weights
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
-from roomier.precision.policy import precision_of
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.offload import MIN_BYTES
+from roomier.techniques.offload.regions import large_modules
+from roomier.techniques.optim.averaging import tensors_to_average
+from roomier.techniques.parallel.shard import closed_blocks, root_parameters_of, units_of
+from roomier.techniques.precision.policy import precision_of
 
 _NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 _CPU = torch.device("cpu")

@@ -47,11 +47,11 @@ from typing import Any
 
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.hardware import cache
-from roomier.hardware.devices import Sheet, sheet_of
-from roomier.hardware.machine import Machine
-from roomier.optim.adamw import WORTH_COMPILING
 from roomier.plan import Plan
+from roomier.planner.hardware import cache
+from roomier.planner.hardware.devices import Sheet, sheet_of
+from roomier.planner.hardware.machine import Machine
+from roomier.techniques.optim.adamw import WORTH_COMPILING
 
 MIB = 2**20
 CONTEXT_BYTES = (426 + 100) * MIB

@@ -27,18 +27,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from roomier.engine.parameter_tier import NUM_BUFFERS
-from roomier.memory.kinds import Kind, total_bytes
-from roomier.memory.model_states import StateBytes
-from roomier.memory.walk import Layout, own_shape
-from roomier.memory.weights import Weight
-from roomier.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
-from roomier.offload.states import aligned, record_size
-from roomier.offload.units import first_leaving
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.offload_rules import update_mode
 from roomier.planner.dry_runs.dry_run import Interval, NumBytes
 from roomier.planner.forecast import Traffic
-from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
+from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.planner.memory.model_states import StateBytes
+from roomier.planner.memory.walk import Layout, own_shape
+from roomier.planner.memory.weights import Weight
+from roomier.techniques.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
+from roomier.techniques.offload.states import aligned, record_size
+from roomier.techniques.offload.units import first_leaving
+from roomier.techniques.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
 """Function that receives a weight and the shape of its shard, and returns the size in bytes of each state except

@@ -34,17 +34,17 @@ from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
-from roomier.memory.kinds import Kind
-from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
-from roomier.optim.configured import Configured
-from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.planner.workload import Workload
-from roomier.precision.policy import precision_of
+from roomier.techniques.optim.configured import Configured
+from roomier.techniques.parallel.shard import parts_of, root_parameters_of, units_of, without_views
+from roomier.techniques.precision.policy import precision_of
 
 
 class Rise(NamedTuple):
@@ -81,7 +81,7 @@ class Execution:
         place: name of the part; empty between parts.
         moments: growth since the start of the execution, after each change. The last element is the growth at the end.
         needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this execution
-            on; see :attr:`roomier.memory.weights.Unit.is_inner`.
+            on; see :attr:`roomier.planner.memory.weights.Unit.is_inner`.
     """
 
     phase: str

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.memory.kinds import Kind
-from roomier.memory.tracker import MemoryTracker
-from roomier.memory.walk import Layout, own_shape
-from roomier.optim.adafactor import Adafactor
-from roomier.optim.adamw import BlockwiseAdamW
-from roomier.optim.muon import Muon
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.tracker import MemoryTracker
+from roomier.planner.memory.walk import Layout, own_shape
+from roomier.techniques.optim.adafactor import Adafactor
+from roomier.techniques.optim.adamw import BlockwiseAdamW
+from roomier.techniques.optim.muon import Muon
 
 _SET_ELSEWHERE = ("params", "foreach", "capturable", "holds")
 

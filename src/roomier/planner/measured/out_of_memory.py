@@ -19,26 +19,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from roomier.api.kept_weights import kept_by
+from roomier.core.device import memory
+from roomier.core.device.capability import capabilities_of
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
-from roomier.device import memory
-from roomier.device.capability import capabilities_of
-from roomier.hardware.this_machine import this_machine
-from roomier.memory.kinds import Kind
 from roomier.plan.levers import used_levers
 from roomier.planner.choosing.candidates import changed
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.deadline import AFTER_OUT_OF_MEMORY_S, Deadline
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
     from roomier.api.engine import Engine
     from roomier.api.module import Module
     from roomier.core.world import World
-    from roomier.hardware.machine import Machine
     from roomier.plan import Plan
     from roomier.planner.choice import Choice
     from roomier.planner.forecast import Forecast
+    from roomier.planner.hardware.machine import Machine
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ def _one_line(error: BaseException) -> str:
 
 def _held(engine: Engine) -> str:
     """Return text about the memory of this rank by kind and about its allocator, without communication."""
-    from roomier.memory.tracker import MemoryTracker  # late import: loads torch's sharding modules
+    from roomier.planner.memory.tracker import MemoryTracker  # late import: loads torch's sharding modules
 
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass

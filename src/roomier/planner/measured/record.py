@@ -12,12 +12,12 @@ from roomier.core.errors import RoomierError
 from roomier.core.replacing import replacing
 from roomier.core.units import format_bytes
 from roomier.core.untrusted import read_json
-from roomier.hardware.machine import Device, Link, Machine
-from roomier.memory.kinds import Kind
-from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Interval, intervals_of
 from roomier.planner.forecast import Forecast, StepTime, Traffic
+from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.tracker import MemoryTracker
 
 FILE_NAME = "forecast.json"
 _FORMAT = 1

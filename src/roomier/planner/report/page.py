@@ -8,12 +8,12 @@ from html import escape
 from importlib.metadata import version
 
 from roomier.core.units import format_bytes
-from roomier.hardware.machine import Machine
-from roomier.memory.kinds import Kind
 from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.measured.record import Record, moment_text
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.grids import Grid, heat_table, kinds_table, plans_table, seconds_text
 from roomier.planner.report.style import COLOURS, NAMES, STYLE
 from roomier.planner.report.svg import (

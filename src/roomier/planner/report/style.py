@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roomier.memory.kinds import Kind
+from roomier.planner.memory.kinds import Kind
 
 # Paul Tol's "bright" scheme, which is distinguishable with any kind of color vision: https://personal.sron.nl/~pault/
 # (issue 3.2, figure 1), with gray darkened for a light background. Fixed bytes are hatched in the color of the text.

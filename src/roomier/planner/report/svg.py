@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from roomier.core.units import format_bytes
-from roomier.memory.kinds import Kind, total_bytes
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import moment_text
+from roomier.planner.memory.kinds import Kind, total_bytes
 from roomier.planner.report.style import COLOURS, NAMES
 
 _WIDTH, _HEIGHT = 1000, 1000  # coordinates of a drawing, which is stretched to the available space

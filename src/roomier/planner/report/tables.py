@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from roomier.core.units import format_bytes, format_count, format_seconds
-from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.plan.choices import Kind as Label
 from roomier.plan.table import rows
 from roomier.planner.choice import Choice, Considered, levers_of, words_of
 from roomier.planner.forecast import Forecast
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.what_if import Grid
 
 _MAX_PLANS = 8  # maximum number of plans with a forecast; the best plan of each strategy is always shown

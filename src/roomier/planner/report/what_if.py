@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from roomier.core.errors import RoomierError
-from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Prices, prices_of
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.report.grids import Grid
 from roomier.planner.workload import Workload
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from roomier.hardware.machine import Link, Machine
+from roomier.planner.hardware.machine import Link, Machine
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ time to launch each operation. On a GPU, the host runs ahead, so the longer of t
 On a CPU, launch and computation run in one thread, so the two times are added.
 
 [Note: cost of Python]
-:attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
-records. Launching an operation of a model takes four times as long, because its module, its arguments and its kernel
-add overhead. In models with a few thousand parameters, other costs are negligible. In a GPT and a BERT-like encoder of
-this size, each counted operation took 3.7 to 4.3 times as long as the lightest operation (2.9 times in an MLP, 6.3
-times in a convolutional network). These are process times on one core of an Intel Xeon with torch 2.13.
+:attr:`~roomier.planner.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that
+autograd records. Launching an operation of a model takes four times as long, because its module, its arguments and its
+kernel add overhead. In models with a few thousand parameters, other costs are negligible. In a GPT and a BERT-like
+encoder of this size, each counted operation took 3.7 to 4.3 times as long as the lightest operation (2.9 times in an
+MLP, 6.3 times in a convolutional network). These are process times on one core of an Intel Xeon with torch 2.13.
 
 The recomputation of a block takes as long as 60 counted operations, on top of the operations of the block itself. The
 additional time is spent on hooks, random states and a second pass through the modules of the block. Python also
@@ -32,12 +32,12 @@ from dataclasses import dataclass
 
 import torch
 
-from roomier.activation.block_forward import Keep
-from roomier.activation.recompute import keeps_of
 from roomier.core.errors import RoomierError
-from roomier.hardware.machine import Device
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.hardware.machine import Device
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.activation.recompute import keeps_of
 
 _RATES = {
     torch.float64: "fp64",

@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from roomier.activation.block_forward import Keep
 from roomier.api.wrapped import network_of
-from roomier.hardware.machine import Device, Machine
-from roomier.memory.predict import layout_of
-from roomier.memory.walk import Layout
-from roomier.memory.weights import Unit, units_with_weights, with_adapters
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.forecast import StepTime, Traffic
 from roomier.planner.formula.offloaded import Offloaded
+from roomier.planner.hardware.machine import Device, Machine
+from roomier.planner.memory.predict import layout_of
+from roomier.planner.memory.walk import Layout
+from roomier.planner.memory.weights import Unit, units_with_weights, with_adapters
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, recomputed_blocks, repeating, second_forward
 from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
@@ -33,7 +32,8 @@ from roomier.planner.timing.timeline import Segment, Transfer, play
 from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
 from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
-from roomier.precision.policy import precision_of
+from roomier.techniques.activation.block_forward import Keep
+from roomier.techniques.precision.policy import precision_of
 
 # Host cost of a sharded unit, as multiples of the time of the lightest operation (see [Note: cost of Python]). This
 # cost was measured for a model of eight tiny units, with a process group that does not communicate. The lightest

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roomier.hardware.machine import Machine
 from roomier.planner.forecast import Traffic
 from roomier.planner.formula.offloaded import Offloaded
+from roomier.planner.hardware.machine import Machine
 
 
 @dataclass(frozen=True)

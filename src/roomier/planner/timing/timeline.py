@@ -11,7 +11,8 @@ a time.
 
 Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
 copies to and from sockets, use the same cores as the computation. Collectives are started early
-(``parallel/collectives.py``) to hide delays of other ranks. An early start does not hide the cost of sending.
+(``techniques/parallel/collectives.py``) to hide delays of other ranks. An early start does not hide the cost of
+sending.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from roomier.hardware.machine import Machine
-from roomier.memory.walk import Layout, gradient_bytes, own_shape
-from roomier.memory.weights import Unit, Weight
-from roomier.parallel.powersgd import DEFAULT_RANK
 from roomier.plan import Plan
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.memory.walk import Layout, gradient_bytes, own_shape
+from roomier.planner.memory.weights import Unit, Weight
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
+from roomier.techniques.parallel.powersgd import DEFAULT_RANK
 
 BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
 _LEAST_SAVING = 2  # torch's PowerSGD compresses a matrix if the factors have less than half of its size
@@ -93,7 +93,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
     Args:
         units: units of the network.
         plan: plan with a concrete strategy. The plan determines the number of ranks and their nodes.
-        layout: result of :func:`roomier.memory.predict.layout_of`.
+        layout: result of :func:`roomier.planner.memory.predict.layout_of`.
         machine: machine whose links are used.
     """
     if layout.strategy == "single":  # includes 1-bit Adam, which communicates in its update

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from roomier.hardware.machine import Device, Machine
-from roomier.memory.walk import Layout, own_shape
-from roomier.memory.weights import Unit, Weight
 from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.hardware.machine import Device, Machine
+from roomier.planner.memory.walk import Layout, own_shape
+from roomier.planner.memory.weights import Unit, Weight
 from roomier.planner.timing.collective_time import all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, rate_of
 from roomier.planner.timing.traffic import shard_group

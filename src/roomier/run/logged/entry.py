@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.device.capability import capabilities_of
+from roomier.core.device.capability import capabilities_of
 from roomier.run.logged.over_ranks import RankEntry
 
 OF_LOADER = "/dataloader_idx_"

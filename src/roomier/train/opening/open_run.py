@@ -12,23 +12,21 @@ from typing import Any
 
 from torch import nn
 
-from roomier.adapters.found import name_adapters
 from roomier.api.engine import Engine, StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
 from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.core.device.rng import separate_rng
 from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.device.rng import separate_rng
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.materialise import built_in_parts
 from roomier.engine.optimizers import ConfigureOptimizers, configure
 from roomier.loggers.group import LoggerGroup, choosing_their_folders
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.run.logged.results import Results
 from roomier.run.options import DEFAULT_MAX_EPOCHS
@@ -37,6 +35,8 @@ from roomier.run.run import Batches, Run, call
 from roomier.run.schedulers import Schedulers
 from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
+from roomier.techniques.adapters.found import name_adapters
+from roomier.techniques.optim.configured import Configured
 from roomier.train.evaluate import sanity_check
 from roomier.train.opening.notices import (
     report_batch_statistics,

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from roomier.plan import Plan
-from roomier.precision.policy import matmul_precision
 from roomier.run.options import LoopOptions
+from roomier.techniques.precision.policy import matmul_precision
 
 
 @contextmanager

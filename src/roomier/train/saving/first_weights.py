@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.adapters.layers import is_adapter
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import RECORD_OF_DCP
@@ -20,10 +19,11 @@ from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.engine.weights_file import WeightsFile, prepare_nothing
-from roomier.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan import Plan
+from roomier.plan.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.run.run import Run
 from roomier.run.settled import FirstWeights
+from roomier.techniques.adapters.layers import is_adapter
 from roomier.train.saving.lightning_resume import LightningWeights
 from roomier.train.saving.restore import restore_weights
 

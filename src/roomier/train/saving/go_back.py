@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from roomier.api.go_back import GoBackError
+from roomier.core.device.rng import set_rng_state
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
-from roomier.device.rng import set_rng_state
 from roomier.run.run import Run
 from roomier.train.saving.restore import restore
 from roomier.train.saving.save import settle_background_save

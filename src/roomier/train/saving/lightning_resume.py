@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback, ChecksState
 from roomier.api.overrides import lightning_base
@@ -33,9 +32,10 @@ from roomier.core.ranks import Ranks
 from roomier.core.sharded import local_part
 from roomier.engine.optimizer_state import parameter_names, shard_like
 from roomier.engine.weights_file import prepare_nothing
-from roomier.optim.scheduler_form import check_scheduler
-from roomier.parallel.pages import local_rows
 from roomier.run.run import Run
+from roomier.techniques.adapters.layers import is_adapter
+from roomier.techniques.optim.scheduler_form import check_scheduler
+from roomier.techniques.parallel.pages import local_rows
 from roomier.train.saving.group_values import report_kept_values
 
 _NUM_NAMES_SHOWN = 5

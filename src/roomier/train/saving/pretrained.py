@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from roomier.models.hugging_face import find_pretrained
+from roomier.core.hugging_face import find_pretrained
 
 
 def pretrained_config(module: nn.Module) -> dict[str, Any] | None:

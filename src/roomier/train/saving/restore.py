@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from roomier import checkpoint
-from roomier.adapters.found import as_keyword
-from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import ChecksState, PlacesTensors
 from roomier.api.module import Module
@@ -26,17 +24,19 @@ from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
+from roomier.core.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.data.position import check_generators
-from roomier.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
-from roomier.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan import Plan
+from roomier.plan.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
+from roomier.techniques.adapters.found import as_keyword
+from roomier.techniques.adapters.layers import is_adapter
 from roomier.train.opening.run_folder import PREFIX
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint

@@ -15,11 +15,11 @@ from roomier.api.adapt import seen_by_user
 from roomier.api.lightning import LightningAdapter, described_datamodule, described_hparams
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
+from roomier.core.device.rng import rng_state
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
-from roomier.device.rng import rng_state
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of

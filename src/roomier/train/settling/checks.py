@@ -15,11 +15,11 @@ from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
-from roomier.optim.closures import assumes_closure
-from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.settled import Request
+from roomier.techniques.optim.closures import assumes_closure
+from roomier.techniques.optim.configured import Configured
 
 SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 

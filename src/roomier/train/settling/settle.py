@@ -19,16 +19,16 @@ import torch
 from roomier.api.kept_weights import kept_by
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import NoForecastError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.device.rng import rng_state, set_rng_state
-from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.choosing.keywords import trainer_keywords
 from roomier.planner.choosing.nearest_legal import can_build, with_nearest
 from roomier.planner.fake.shapes import shapes_of
+from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start

@@ -14,8 +14,8 @@ from roomier.api.own_optimizer import own_optimizer_of
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
-from roomier.migrate.training_arguments import advice
 from roomier.plan import Plan, plan_from_flags
+from roomier.plan.migrate.training_arguments import advice
 from roomier.planner.choosing.nearest_legal import with_nearest
 from roomier.trainer.keywords.devices import resolve_auto
 from roomier.trainer.lightning.callbacks import adopted

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from roomier.core.device.names import visible_devices_variable
+from roomier.core.device.resolve import accelerator_type
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
-from roomier.device.names import visible_devices_variable
-from roomier.device.resolve import accelerator_type
 from roomier.launch import Launch, present_launch
 from roomier.plan.choices import canonical
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from roomier.core.errors import RoomierError
-from roomier.migrate.deepspeed.objects import answers_to_object, is_object
 from roomier.plan.choices import OFFLOADING_STRATEGIES
+from roomier.plan.migrate.deepspeed.objects import answers_to_object, is_object
 from roomier.trainer.keywords.devices import num_ranks_of
 
 _DEVICE_FLAGS = ("gpus", "num_gpus", "num_processes", "tpu_cores", "ipus", "hpus")

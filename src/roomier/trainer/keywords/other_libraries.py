@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from roomier.core.log import notice
-from roomier.migrate.answers import Answers, merged
-from roomier.migrate.deepspeed.objects import answers_to_source, is_source
-from roomier.migrate.lightning_plugins import answer_accelerator, answer_plugin, plugins_of
-from roomier.migrate.lightning_strategies import answers_to_strategy
-from roomier.migrate.training_arguments import (
+from roomier.plan.migrate.answers import Answers, merged
+from roomier.plan.migrate.deepspeed.objects import answers_to_source, is_source
+from roomier.plan.migrate.lightning_plugins import answer_accelerator, answer_plugin, plugins_of
+from roomier.plan.migrate.lightning_strategies import answers_to_strategy
+from roomier.plan.migrate.training_arguments import (
     FIELDS,
     accepted,
     answers_to_fields,

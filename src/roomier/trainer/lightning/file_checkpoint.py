@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.export.lightning import export_lightning
 from roomier.checkpoint.lightning import was_written_for_lightning
 from roomier.checkpoint.record import RECORD_NAME
 from roomier.core.errors import CheckpointError
 from roomier.core.log import quiet
 from roomier.core.paths import check_path
-from roomier.export.lightning import export_lightning
 from roomier.train.saving.save import save_checkpoint
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roomier.device.resolve import resolve_device
-from roomier.precision.policy import Precision, precision_of
+from roomier.core.device.resolve import resolve_device
+from roomier.techniques.precision.policy import Precision, precision_of
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView

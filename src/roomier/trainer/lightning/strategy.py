@@ -12,8 +12,8 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.core.all_gather import all_gather
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
-from roomier.device.resolve import resolve_device
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView

@@ -1,0 +1,237 @@
+"""Keys of a DeepSpeed configuration that determine no argument of the Trainer: keys without effect, and features that
+roomier does not have.
+
+A key is written with dots, as in ``"zero_optimization.stage"``. The names and defaults are from DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+_COMMUNICATION = "roomier selects the communication buckets and overlaps communication with computation"
+_PREFETCH = "each block is all-gathered when it is computed, and the next block is prefetched"
+_FILES = "any strategy and number of ranks can load a checkpoint, and `roomier export` writes single files"
+_BUFFERS = "the sizes of the blocks determine the transfer buffers"
+_LOGS = "use the arguments logger, log_every_n_steps and profiler"
+_ON_DISK = "the disk tier selects its I/O"
+_SCALE = "torch's GradScaler scales the loss, which does not change the gradient of a step that is not skipped"
+_RECOMPUTE = "each block is recomputed"
+_DTYPES = "precision determines the dtypes; gradients are summed in float32"
+
+_GROUPS: list[tuple[str, str, str]] = [
+    # (section, keys, reason)
+    (
+        "zero_optimization",
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
+        "allgather_bucket_size overlap_comm round_robin_gradients sub_group_size legacy_stage1",
+        _COMMUNICATION,
+    ),
+    (
+        "zero_optimization",
+        "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
+        "param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold "
+        "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+        "stage3_module_granularity_threshold module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
+        "use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential memory_efficient_linear "
+        "override_module_apply mics_hierarchical_params_gather leaf_module.classes leaf_module.names "
+        "leaf_module.name_suffixes",
+        _PREFETCH,
+    ),
+    (
+        "zero_optimization",
+        "zero_hpz_partition_size",
+        "weights are sharded across all ranks, without a second replica in each machine; strategy='hsdp' shards within "
+        "a machine",
+    ),
+    (
+        "zero_optimization",
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+        "stage3_gather_fp16_weights_on_model_save gather_fp16_weights_on_model_save elastic_checkpoint "
+        "load_from_fp32_weights pipeline_loading_checkpoint",
+        _FILES,
+    ),
+    ("zero_optimization", "ignore_unused_parameters", "roomier supports parameters that no rank uses"),
+    (
+        "zero_optimization",
+        "log_trace_cache_warnings enable_sanity_checks",
+        "this key enables a check of DeepSpeed's code",
+    ),
+    (
+        "zero_optimization",
+        "save_muon_momentum_buffer_in_memory",
+        "the argument offload determines where optimizer states are stored",
+    ),
+    ("zero_optimization", "cpu_offload_use_pin_memory", _BUFFERS),
+    ("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory", _BUFFERS),
+    (
+        "zero_optimization.offload_optimizer",
+        "buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init cpuadam_cores_perc",
+        _BUFFERS,
+    ),
+    (
+        "zero_optimization.offload_optimizer",
+        "super_offload",
+        "updates overlap with computation without approximation, in the mode that offload.update selects",
+    ),
+    (
+        "aio",
+        "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
+        _ON_DISK,
+    ),
+    (
+        "fp16",
+        "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        _SCALE,
+    ),
+    ("fp16", "auto_cast", "autocast casts the inputs of matmuls"),
+    ("bf16", "immediate_grad_update check_grad_overflow", _DTYPES),
+    ("bf16", "bf16_optimizer_states", "optimizer states are float32; optimizer='adamw8bit' stores them in 8 bits"),
+    ("torch_autocast", "lower_precision_safe_modules", "torch.autocast selects the operations"),
+    ("data_types", "grad_accum_dtype param_dtype buffer_dtype", _DTYPES),
+    (
+        "",
+        "prescale_gradients gradient_predivide_factor",
+        "each sample or token of the global batch has the same weight in the gradient",
+    ),
+    ("", "disable_allgather", _COMMUNICATION),
+    ("", "seq_parallel_communication_data_type", "sequences are not sharded"),
+    ("", "sparse_gradients", "gradients have the layout that backward returns"),
+    ("", "managed_gradient_accumulation", "roomier counts the micro-batches"),
+    ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "every optimizer of torch can be sharded"),
+    ("", "dataloader_drop_last", "drop_last of the DataLoader determines this behavior"),
+    ("", "vocabulary_size graph_harvesting use_data_before_expert_parallelism ddp_bf16", "roomier has no such setting"),
+    ("", "data_parallel_group global_rank", "the launcher determines the ranks"),
+    ("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", _LOGS),
+    ("timers.throughput", "enabled synchronized", _LOGS),
+    (
+        "flops_profiler",
+        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+        "use callbacks=[Throughput()] or profiler=...",
+    ),
+    ("comms_logger", "enabled prof_all prof_ops verbose debug comms_logger", "use profiler='torch'"),
+    ("tensorboard", "enabled output_path job_name", "logger='tensorboard' writes TensorBoard files"),
+    ("wandb", "enabled group team project", "logger='wandb' logs to Weights & Biases"),
+    ("csv_monitor", "enabled output_path job_name", "logger=True writes metrics.csv"),
+    (
+        "comet",
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+        "logger='comet' logs to Comet",
+    ),
+    ("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage", _FILES),
+    ("checkpoint", "writer", "ModelCheckpoint(async_save=True) writes while training continues"),
+    (
+        "activation_checkpointing",
+        "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+        _RECOMPUTE,
+    ),
+    ("optimizer", "legacy_fusion", "torch selects the kernels of the optimizer"),
+    ("compile", "enabled backend kwargs", "the argument compile compiles the blocks of the model"),
+    (
+        "compile",
+        "free_activation free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states "
+        "double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce "
+        "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes",
+        "these settings belong to DeepCompile; use the arguments offload and activation_checkpointing",
+    ),
+]
+
+WITHOUT_EFFECT: dict[str, str] = {
+    f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()
+}
+"""Mapping from each key without effect to the reason why it has no effect."""
+
+_QUANTIZED = (
+    "sends quantized values and thereby changes the gradients",
+    "Set it to false. {'reduce_dtype': 'bf16'} in the argument strategy halves the communication volume",
+)
+REJECTED: dict[str, tuple[str, str]] = {
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.zeropp_loco_param": _QUANTIZED,
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "quantizes frozen weights",
+        "Set it to false, and use lora={'rank': 8, 'base': 'int8'}",
+    ),
+    "fp16.fp16_master_weights_and_grads": (
+        "stores float16 weights, which lose small updates",
+        "Set it to false, or use bf16",
+    ),
+    "compile.deepcompile": ("is not implemented", "Set it to false, and use the argument compile"),
+    "quantize_weights_in_forward": ("is not implemented", "Remove it"),
+}
+"""Problem and action for each key that is rejected, unless its value is false, null or 0."""
+
+_REMOVED = "is not part of current versions of DeepSpeed"
+SECTIONS: dict[str, tuple[str, str, str]] = {
+    # section: (key that enables the section, problem, action)
+    "amp": ("enabled", "selects Apex, which is not supported", "Remove it, and use precision='16-mixed'"),
+    "autotuning": (
+        "enabled",
+        "is not supported",
+        "Remove it. Use `roomier plan` or auto_scale_batch_size, which search for a plan",
+    ),
+    "elasticity": (
+        "enabled",
+        "is not supported",
+        "Remove it. A run can resume with a different number of ranks and the same global batch",
+    ),
+    "curriculum_learning": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
+    "data_efficiency": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
+    "expert_parallel": ("enabled", "is not implemented", "Remove it. Stage 3 shards the parameters of all experts"),
+    "pipeline": ("stages", "is not implemented", "Remove it. Stage 3 shards the parameters"),
+    "tensor_parallel": ("autotp_size", "is not implemented", "Remove it. Stage 3 shards the parameters"),
+    "hybrid_engine": ("enabled", "is not implemented", "Remove it"),
+    "nebula": ("enabled", "is not supported", "Remove it, and use ModelCheckpoint(async_save=True)"),
+    "progressive_layer_drop": ("enabled", _REMOVED, "Remove it"),
+    "eigenvalue": ("enabled", _REMOVED, "Remove it"),
+    "sparse_attention": ("", _REMOVED, "Remove it, and use an attention mask"),
+    "quantize_training": ("enabled", _REMOVED, "Remove it"),
+    "compression_training": ("", "changes the model", "Remove it, and compress the trained model"),
+    "weight_quantization": ("", "changes the model", "Remove it, and quantize the trained model"),
+    "zero_optimization.zenflow": (
+        "",
+        "is not implemented, because it updates most parameters with outdated gradients",
+        "Remove it. offload={'optimizer_states': 'cpu', 'update': 'deferred'} overlaps exact updates",
+    ),
+}
+"""Sections that are rejected if they are enabled. A section with an empty key is enabled if it exists."""
+
+NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shorten the sequences")}
+"""Problem and action for each key that is rejected if its value is greater than 1."""
+
+OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+HANDLED = {
+    *OF_BATCH,
+    "optimizer",
+    "optimizer.type",
+    "scheduler",
+    "scheduler.type",
+    "gradient_clipping",
+    "gradient_allreduce_op",
+    "communication_data_type",
+    "fp16.enabled",
+    "bf16.enabled",
+    "bf16.bf16_master_weights_and_grads",
+    "torch_autocast.enabled",
+    "torch_autocast.dtype",
+    "zero_optimization",
+    "zero_optimization.stage",
+    "zero_optimization.mics_shard_size",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.cpu_offload_param",
+    "zero_optimization.cpu_offload_params",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.ratio",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
+}
+"""Keys that :mod:`roomier.plan.migrate.deepspeed.config` converts."""
+
+KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS, *NUMBERS}
+"""All keys of a configuration, except the keys inside the sections of ``SECTIONS`` and the parameters of the optimizer
+and the scheduler."""
+
+MARKS = {key.partition(".")[0] for key in KNOWN} - {"optimizer", "compile"}
+"""Top-level keys that distinguish a configuration from a Plan."""

@@ -1,0 +1,450 @@
+"""Answers to the fields of transformers' ``TrainingArguments``, and to the other arguments of transformers' Trainer.
+
+A field is converted if an argument of roomier's Trainer results in the same computation. All other fields belong to
+another object of roomier, have no effect, or are not supported. The table also contains names of fields from
+transformers 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from roomier.plan.migrate.answers import Answers
+
+Convert = Callable[[Answers, str, Any], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Field with an equivalent argument of the Trainer.
+
+    Attributes:
+        convert: function that records the answer to a value.
+        is_default_used: True to record an answer even if a TrainingArguments object has the default value, because
+            roomier's default differs.
+    """
+
+    convert: Convert
+    is_default_used: bool = False
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Field that belongs to another object of roomier. As an argument of the Trainer, the field is rejected.
+
+    Attributes:
+        action: instruction for the user that names the other object.
+    """
+
+    action: str
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Field that does not affect training with roomier.
+
+    Attributes:
+        reason: reason why the field has no effect.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Field without an equivalent.
+
+    Attributes:
+        action: the nearest alternative.
+    """
+
+    action: str
+
+
+def _as(keyword: str, meaning: Callable[[Any], Any] = lambda value: value, remark: str = "") -> Convert:
+    def convert(answers: Answers, name: str, value: Any) -> None:
+        answers.use(name, value, keyword, meaning(value), remark)
+
+    return convert
+
+
+def _if_true(keyword: str, meaning: object, remark: str = "") -> Convert:
+    def convert(answers: Answers, name: str, value: Any) -> None:
+        if value:
+            answers.use(name, value, keyword, meaning, remark)
+
+    return convert
+
+
+def _if_set(convert: Convert, is_set: Callable[[Any], bool] = lambda value: value is not None) -> Convert:
+    def only(answers: Answers, name: str, value: Any) -> None:
+        if is_set(value):
+            convert(answers, name, value)
+
+    return only
+
+
+def _count(keyword: str, action: str, remark: str = "") -> Convert:
+    """Return a function that converts a number of steps or epochs, but rejects a fraction."""
+
+    def convert(answers: Answers, name: str, value: Any) -> None:
+        number = float(value) if isinstance(value, Real) else math.nan
+        if not number.is_integer():
+            answers.reject(name, value, "must be an integer", action)
+        elif number > 0:
+            answers.use(name, value, keyword, int(number), remark)
+
+    return convert
+
+
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+
+
+def _schedule(answers: Answers, name: str, value: Any) -> None:
+    word = str(getattr(value, "value", value))
+    if word in _SCHEDULES:
+        answers.use(name, word, "lr_schedule.name", _SCHEDULES[word])
+    else:
+        action = "Use lr_schedule='linear', 'cosine' or 'constant', or return a scheduler from configure_optimizers"
+        answers.reject(name, word, "is not a schedule that roomier supports", action)
+
+
+def _schedule_options(answers: Answers, name: str, value: Any) -> None:
+    options = dict(value) if isinstance(value, Mapping) else {"lr_scheduler_kwargs": value}
+    if options.keys() == {"min_lr_rate"}:
+        answers.use(name, value, "lr_schedule.min_lr_ratio", options["min_lr_rate"])
+    elif options:
+        action = "Set lr_schedule={'name': 'cosine', 'min_lr_ratio': 0.1}"
+        answers.reject(name, value, "contains settings of another schedule", action)
+
+
+def _optimizer(answers: Answers, name: str, value: Any) -> None:
+    word = str(getattr(value, "value", value))
+    remark = "in contrast to transformers' Adafactor, the learning rate is relative to the size of each weight"
+    answers.use(name, word, "optimizer.name", word, remark if word == "adafactor" else "")
+
+
+def _beta(index: int) -> Convert:
+    def convert(answers: Answers, name: str, value: Any) -> None:
+        betas = [0.9, 0.999]
+        for each in [each for each in answers.given if each.keyword == "optimizer.betas"]:
+            betas = list(each.meaning)  # type: ignore[call-overload]
+            answers.given.remove(each)
+        betas[index] = value
+        answers.use(name, value, "optimizer.betas", betas)
+
+    return convert
+
+
+def _validation(answers: Answers, name: str, value: Any) -> None:
+    word = str(getattr(value, "value", value))
+    if word == "no":
+        answers.use(name, word, "limit_val_batches", 0)
+
+
+def _reports(answers: Answers, name: str, value: Any) -> None:
+    names = [value] if isinstance(value, str) else list(value)
+    names = ["comet" if each == "comet_ml" else each for each in names if each != "none"]
+    if names:
+        answers.use(name, value, "logger", names)
+
+
+_FSDP = {"full_shard": "zero3", "shard_grad_op": "zero2", "hybrid_shard": "hsdp", "no_shard": "ddp"}
+
+
+def _fsdp(answers: Answers, name: str, value: Any) -> None:
+    words = value.split() if isinstance(value, str) else [str(getattr(each, "value", each)) for each in value]
+    for word in words:
+        if word in _FSDP:
+            answers.use(name, value, "strategy.name", _FSDP[word])
+        elif word == "offload":
+            answers.use(name, value, "offload.optimizer_states", "cpu")
+            answers.use(name, value, "offload.parameters", "cpu")
+        elif word == "auto_wrap":
+            answers.ignore(name, word, "each block of the model is a unit")
+        else:
+            answers.reject(name, value, f"{word!r} is not supported", "Use strategy='zero2', 'zero3' or 'hsdp'")
+
+
+_OF_UNITS = (
+    *("min_num_params", "transformer_layer_cls_to_wrap", "auto_wrap_policy", "cpu_ram_efficient_loading"),
+    *("sync_module_states", "limit_all_gathers", "use_orig_params", "forward_prefetch", "backward_prefetch"),
+    *("version", "state_dict_type"),
+)
+
+
+def _fsdp_config(answers: Answers, name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        answers.reject(name, value, "must be a dict, not a file", "Pass the content of the file as a dict")
+        return
+    for key, each in value.items():
+        word = str(key).removeprefix("fsdp_")
+        if word == "activation_checkpointing":
+            _if_true("activation_checkpointing", "full")(answers, f"{name}.{key}", each)
+        elif word == "reshard_after_forward":
+            answers.use(f"{name}.{key}", each, "strategy.name", "zero3" if each else "zero2")
+        elif word == "offload_params":
+            _if_true("offload.optimizer_states", "cpu")(answers, f"{name}.{key}", each)
+            _if_true("offload.parameters", "cpu")(answers, f"{name}.{key}", each)
+        elif word in _OF_UNITS:
+            answers.ignore(
+                f"{name}.{key}", each, "blocks are the units, and each rank reads only its shard of the weights"
+            )
+        elif each:
+            answers.reject(f"{name}.{key}", each, "has no equivalent", "Remove it")
+
+
+_LOADER = "Pass it to your DataLoader"
+_BATCH_SIZE = "Pass batch_size to your DataLoader"
+_METRICS = "Compute metrics in validation_step of a Module, and log them with self.log"
+_CHECKPOINT = "Use callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]"
+_BEST = "Use callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test"
+_HUB = "Run `roomier export CHECKPOINT --to hugging-face OUT --push-to-hub USER/MODEL` after the run"
+_NAMES = "Use logger=WandbLogger(...), whose arguments include the name and the project"
+_SEED = "Call roomier.seed_everything before the model is created"
+_BY_LENGTH = "roomier.data.LengthGroupedBatchSampler(lengths, batch_size=...)"
+_LENGTHS = f"Use DataLoader(dataset, batch_sampler={_BY_LENGTH}, collate_fn=...)"
+_DATA = "Pass a DataLoader to fit: trainer.fit(model, train_dataloaders, val_dataloaders)"
+_OWN_LOSS = "Compute the loss in training_step of a Module"
+_EVERY_STEP = "Use val_check_interval with check_val_every_n_epoch=None, which counts micro-batches"
+_CONSOLE = "rank 0 prints the messages of roomier"
+_GROUPS = "roomier selects the process groups and the buckets"
+_LIGER = "Use chunked_loss=True, which computes the loss of a language model without the logits of all tokens"
+_WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
+_FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, but in transformers the first rate is 0"
+_RESUME = "a resumed run restores the position in the data and all callbacks"
+_CALL = "the methods fit, validate, test and predict replace this field"
+
+FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
+    "output_dir": Converted(_if_set(_as("default_root_dir"))),
+    "num_train_epochs": Converted(
+        _count("max_epochs", "Use max_steps to train for a part of an epoch"), is_default_used=True
+    ),
+    "gradient_accumulation_steps": Converted(_as("accumulate_grad_batches")),
+    "max_grad_norm": Converted(_as("gradient_clip_val", lambda value: value or None), is_default_used=True),
+    "lr_scheduler_type": Converted(_schedule, is_default_used=True),
+    "lr_scheduler_kwargs": Converted(_if_set(_schedule_options)),
+    "warmup_steps": Converted(
+        _if_set(_count("lr_schedule.warmup_steps", _WARM_UP, _FIRST_STEP), lambda value: value != 0)
+    ),
+    "warmup_ratio": Unsupported(_WARM_UP),
+    "optim": Converted(_optimizer, is_default_used=True),
+    "optim_args": Unsupported("Pass the options with the optimizer: optimizer={'name': 'adamw', 'eps': 1e-6}"),
+    "optim_target_modules": Unsupported("Use lora={'rank': 8, 'targets': [...]} to train adapters"),
+    "weight_decay": Converted(_as("optimizer.weight_decay"), is_default_used=True),
+    "adam_beta1": Converted(_beta(0)),
+    "adam_beta2": Converted(_beta(1)),
+    "adam_epsilon": Converted(_as("optimizer.eps")),
+    "average_tokens_across_devices": Unsupported(
+        "Remove it, because the loss is the mean over the tokens of all ranks"
+    ),
+    "label_smoothing_factor": Unsupported(_OWN_LOSS),
+    "bf16": Converted(_if_true("precision", "bf16-mixed")),
+    "fp16": Converted(_if_true("precision", "16-mixed")),
+    "bf16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='bf16-mixed'"),
+    "fp16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='16-mixed'"),
+    "tf32": Converted(_if_set(_as("matmul_precision", lambda value: "high" if value else "highest"))),
+    "gradient_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
+    "activation_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
+    "gradient_checkpointing_kwargs": NoEffect("roomier recomputes blocks with its own implementation"),
+    "activation_checkpointing_kwargs": NoEffect("roomier recomputes blocks with its own implementation"),
+    "torch_compile": Converted(_if_true("compile", True)),
+    "torch_compile_backend": Converted(_if_set(_as("compile.backend"))),
+    "torch_compile_mode": Converted(_if_set(_as("compile.mode"))),
+    "use_liger_kernel": Unsupported(_LIGER),
+    "liger_kernel_config": Unsupported(_LIGER),
+    "use_cache": Elsewhere("Set model.config.use_cache"),
+    "neftune_noise_alpha": Unsupported(
+        "Add the noise in a forward hook of the embedding if the model is in training mode"
+    ),
+    "torch_empty_cache_steps": NoEffect("roomier does not empty the cache of the allocator during a run"),
+    "auto_find_batch_size": Converted(
+        _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit")
+    ),
+    "logging_strategy": Elsewhere("Use log_every_n_steps, or logger=False"),
+    "logging_steps": Converted(_count("log_every_n_steps", "Use a number of steps"), is_default_used=True),
+    "logging_first_step": Elsewhere("Use log_every_n_steps=1"),
+    "logging_dir": Elsewhere("Use default_root_dir, which contains the logs of each run"),
+    "log_on_each_node": NoEffect(_CONSOLE),
+    "logging_nan_inf_filter": NoEffect("by default, a loss that is not finite ends the run"),
+    "include_num_input_tokens_seen": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
+    "include_tokens_per_second": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
+    "log_level": NoEffect(_CONSOLE),
+    "log_level_replica": NoEffect(_CONSOLE),
+    "disable_tqdm": Converted(_if_true("enable_progress_bar", False)),
+    "report_to": Converted(_if_set(_reports)),
+    "run_name": Elsewhere(_NAMES),
+    "project": Elsewhere(_NAMES),
+    "trackio_space_id": Elsewhere("Use logger=TrackioLogger(space_id=...)"),
+    "trackio_bucket_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
+    "trackio_static_space_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
+    "eval_strategy": Converted(_validation, is_default_used=True),
+    "evaluation_strategy": Converted(_validation),
+    "eval_steps": Elsewhere(_EVERY_STEP),
+    "eval_delay": Elsewhere("Use limit_val_batches=0 in a first fit, and resume the run with validation"),
+    "per_device_train_batch_size": Elsewhere(_BATCH_SIZE),
+    "per_device_eval_batch_size": Elsewhere(_BATCH_SIZE),
+    "prediction_loss_only": Elsewhere(_METRICS),
+    "eval_on_start": Elsewhere("Call trainer.validate(model, loader) before fit"),
+    "eval_do_concat_batches": Elsewhere(_METRICS),
+    "eval_use_gather_object": Elsewhere(_METRICS),
+    "eval_accumulation_steps": Elsewhere(_METRICS),
+    "include_for_metrics": Elsewhere(_METRICS),
+    "include_inputs_for_metrics": Elsewhere(_METRICS),
+    "batch_eval_metrics": Elsewhere(_METRICS),
+    "save_only_model": Elsewhere("Use callbacks=[ModelCheckpoint(save_weights_only=True)]"),
+    "save_strategy": Elsewhere(_CHECKPOINT),
+    "save_steps": Elsewhere(_CHECKPOINT),
+    "save_total_limit": Elsewhere("Use callbacks=[ModelCheckpoint(save_top_k=...)]"),
+    "save_safetensors": NoEffect("checkpoints never contain code; roomier.checkpoint.export writes safetensors"),
+    "save_on_each_node": NoEffect("each rank writes its shards to default_root_dir"),
+    "enable_jit_checkpoint": NoEffect("after SIGTERM, a run always saves a checkpoint before it ends"),
+    "overwrite_output_dir": NoEffect("each run has a new folder"),
+    "push_to_hub": Elsewhere(_HUB),
+    "hub_token": Elsewhere("Run `hf auth login` or set HF_TOKEN. `roomier export ... --push-to-hub` uses this token"),
+    "hub_private_repo": Elsewhere(f"{_HUB}, with --private"),
+    "hub_model_id": Elsewhere(_HUB),
+    "hub_strategy": Elsewhere(_HUB),
+    "hub_always_push": Elsewhere(_HUB),
+    "hub_revision": Elsewhere(_HUB),
+    "load_best_model_at_end": Elsewhere(_BEST),
+    "metric_for_best_model": Elsewhere(_BEST),
+    "greater_is_better": Elsewhere(_BEST),
+    "ignore_data_skip": Unsupported(
+        "Pass weights= instead of ckpt_path to fit, so that training starts at the first batch"
+    ),
+    "restore_callback_states_from_checkpoint": NoEffect(_RESUME),
+    "full_determinism": Converted(_if_true("deterministic", True)),
+    "seed": Elsewhere(_SEED),
+    "data_seed": Elsewhere(_SEED),
+    "use_cpu": Converted(_if_true("accelerator", "cpu")),
+    "no_cuda": Converted(_if_true("accelerator", "cpu")),
+    "use_mps_device": Converted(_if_true("accelerator", "mps")),
+    "accelerator_config": Unsupported("Use strategy and accumulate_grad_batches. Loaders are sharded across the ranks"),
+    "parallelism_config": Unsupported("Use strategy='zero3' or 'hsdp'"),
+    "train_sampling_strategy": Elsewhere(f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)"),
+    "group_by_length": Elsewhere(_LENGTHS),
+    "length_column_name": Elsewhere(f"Use {_BY_LENGTH} with lengths=dataset[length_column_name]"),
+    "remove_unused_columns": Elsewhere("Select the columns in collate_fn of your DataLoader"),
+    "label_names": Elsewhere("Name the labels as the arguments of the model's forward method in collate_fn"),
+    "ddp_find_unused_parameters": Elsewhere("Use strategy={'name': 'ddp', 'find_unused_parameters': True}"),
+    "ddp_bucket_cap_mb": NoEffect(_GROUPS),
+    "ddp_broadcast_buffers": NoEffect(_GROUPS),
+    "ddp_static_graph": NoEffect(_GROUPS),
+    "ddp_backend": NoEffect(_GROUPS),
+    "ddp_timeout": Converted(_as("hang_timeout", lambda value: {"seconds": value})),
+    "fsdp": Converted(_if_set(_fsdp, bool)),
+    "fsdp_config": Converted(_if_set(_fsdp_config, bool)),
+    "fsdp_transformer_layer_cls_to_wrap": NoEffect("each block of the model is a unit"),
+    "deepspeed": Converted(_if_set(_as("deepspeed"))),
+    "debug": Unsupported("Use detect_anomaly=True"),
+    "skip_memory_metrics": Elsewhere("Use callbacks=[MemoryAnatomy()]"),
+    "do_train": NoEffect(_CALL),
+    "do_eval": NoEffect(_CALL),
+    "do_predict": NoEffect(_CALL),
+    "resume_from_checkpoint": Elsewhere("Pass it to fit: trainer.fit(model, ckpt_path=...)"),
+    "local_rank": NoEffect("roomier detects torchrun, SLURM and MPI"),
+    "jit_mode_eval": Unsupported("Export the model with roomier.checkpoint.export"),
+    "half_precision_backend": NoEffect("torch.autocast computes in 16 bits"),
+    **dict.fromkeys(
+        (
+            "dataloader_drop_last",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
+        ),
+        Elsewhere(_LOADER),
+    ),
+}
+"""Translation of each field of TrainingArguments, except the fields that are identical in roomier's Trainer."""
+
+SAME = ("max_steps", "learning_rate")
+"""Fields with the same name and meaning as an argument of roomier's Trainer."""
+
+OF_TRAINER: dict[str, str] = {
+    "model": "Pass it to fit: trainer.fit(model, train_dataloaders)",
+    "model_init": "Pass the model to fit, or create its layers in configure_model of a Module",
+    "train_dataset": _DATA,
+    "eval_dataset": _DATA,
+    "data_collator": "Pass it to your DataLoader as collate_fn",
+    "processing_class": "Pass it to roomier.checkpoint.export, which writes its files next to the weights",
+    "tokenizer": "Pass it to roomier.checkpoint.export, which writes its files next to the weights",
+    "compute_loss_func": _OWN_LOSS,
+    "compute_metrics": _METRICS,
+    "preprocess_logits_for_metrics": _METRICS,
+    "optimizers": "Pass optimizer=(a function that receives the parameters), or return them from configure_optimizers",
+    "optimizer_cls_and_kwargs": "Use optimizer=lambda parameters: kind(parameters, **keywords)",
+}
+"""Mapping from each argument of transformers' Trainer to its equivalent."""
+
+_CLASS_NAMES = ("TrainingArguments", "Seq2SeqTrainingArguments")
+
+
+def advice() -> dict[str, str]:
+    """Return the alternative for each argument that is not accepted as a keyword of the Trainer."""
+    fields = {name: each.action for name, each in FIELDS.items() if isinstance(each, (Elsewhere, Unsupported))}
+    return {**OF_TRAINER, **fields}
+
+
+def is_training_arguments(value: object) -> bool:
+    """Return whether ``value`` is an instance of transformers' ``TrainingArguments`` or of a subclass."""
+    return any(kind.__name__ in _CLASS_NAMES for kind in type(value).__mro__) and dataclasses.is_dataclass(value)
+
+
+def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``names`` whose key is a field that has an equivalent argument or no effect."""
+    return {name: value for name, value in names.items() if isinstance(FIELDS.get(name), (Converted, NoEffect))}
+
+
+def answers_to_fields(given: Mapping[str, Any]) -> Answers:
+    """Return the answers to fields that are passed as keywords of the Trainer."""
+    answers = Answers("TrainingArguments")
+    for name, value in given.items():
+        _answer(answers, name, value)
+    return answers
+
+
+def answers_to_object(arguments: Any) -> Answers:
+    """Return the answers to the fields of a ``TrainingArguments`` object, including the defaults that differ from
+    roomier's defaults."""
+    answers = Answers(type(arguments).__name__)
+    for field in dataclasses.fields(arguments):
+        value, known = getattr(arguments, field.name), FIELDS.get(field.name)
+        if field.name == "num_train_epochs" and arguments.max_steps > 0:
+            continue  # max_steps replaces it
+        is_used = isinstance(known, Converted) and known.is_default_used
+        if field.name in SAME:
+            answers.use(field.name, value, field.name, value)
+        elif is_used or not _is_default(field, value):
+            _answer(answers, field.name, value)
+    return answers
+
+
+def _answer(answers: Answers, name: str, value: Any) -> None:
+    known = FIELDS.get(name)
+    if isinstance(known, Converted):
+        known.convert(answers, name, value)
+    elif isinstance(known, Elsewhere):
+        answers.ignore(name, value, known.action)
+    elif isinstance(known, NoEffect):
+        answers.ignore(name, value, known.reason)
+    else:
+        action = "Remove it" if known is None else known.action
+        answers.reject(name, value, "is not supported", action)
+
+
+def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    is_prepared = field.name in _SET_BY_TRANSFORMERS  # transformers replaces this field after the object is created
+    return is_prepared or value is None or bool(value == default)
+
+
+_SET_BY_TRANSFORMERS = ("accelerator_config", "local_rank", "run_name", "eval_steps", "disable_tqdm", "debug")

@@ -1,0 +1,136 @@
+"""Results of measurements of this machine, and functions that store the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from roomier.core.device.resolve import device_name
+from roomier.core.log import notice
+from roomier.planner.hardware import cache
+from roomier.planner.hardware.host import cpu_model, host_name, threads_of_rank
+
+_SECTION = "measured"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Conditions of a measurement. A measurement is valid only under the same conditions.
+
+    Attributes:
+        host: network name of the machine.
+        cpu: model name of the processor.
+        torch: version of torch.
+        device: name of the device. For a CPU, or if the driver reports no name, this is the model name of the
+            processor.
+        kind: type of the device, such as ``"cuda"``.
+        num_ranks: number of processes that computed at the same time.
+        num_threads: number of threads of each process.
+    """
+
+    host: str
+    cpu: str
+    torch: str
+    device: str
+    kind: str
+    num_ranks: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of one rank while all ranks are busy.
+
+    Attributes:
+        circumstances: conditions of the measurement.
+        measured_at: time in ISO format, UTC.
+        is_quick: True for a measurement that took about a second in the calling process, without disk and collectives.
+        flops_per_s: rates of matrix products by dtype, in FLOP/s.
+        memory_bytes_per_s: memory bandwidth, reads plus writes.
+        operation_s: time to start one operation, in seconds.
+        update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update, and of transfers from host to device;
+            None if not measured.
+        gather, reduce: bandwidth (bytes that one rank sends per second) and latency (seconds) of an all-gather and a
+            reduce-scatter; None if not measured.
+        disk_read, disk_write: rates of reads and writes in the folder for offloading, in bytes per second; None if not
+            measured.
+        disk_both: total rate of simultaneous reads and writes, in bytes per second; None if not measured.
+    """
+
+    circumstances: Circumstances
+    measured_at: str
+    is_quick: bool
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    operation_s: float
+    update_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    gather: tuple[float, float] | None = None
+    reduce: tuple[float, float] | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
+    disk_both: float | None = None
+
+
+def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
+    """Return the current conditions for ``num_ranks`` processes on this machine."""
+    model = cpu_model()
+    return Circumstances(
+        host=host_name(),
+        cpu=model,
+        torch=torch.__version__,
+        device=device_name(device) or model,
+        kind=device.type,
+        num_ranks=num_ranks,
+        num_threads=threads_of_rank(num_ranks),
+    )
+
+
+def now() -> str:
+    """Return the current time in ISO format, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def stored() -> list[Measured]:
+    """Return all stored measurements."""
+    entries = cache.read(_SECTION)
+    if entries is None:
+        return []
+    try:
+        return [_measured(entry) for entry in entries]
+    except (TypeError, KeyError, ValueError, AttributeError):
+        notice(f"{cache.cache_file()} contains no valid measurements; `roomier hardware` rewrites it")
+        return []
+
+
+def store(measured: Sequence[Measured]) -> bool:
+    """Store ``measured``, replace stored measurements that were taken under the same conditions, and return whether the
+    file was written."""
+    replaced = [each.circumstances for each in measured]
+    kept = [each for each in stored() if each.circumstances not in replaced]
+    return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])
+
+
+def _measured(entry: Mapping[str, Any]) -> Measured:
+    """Convert one stored entry to a :class:`Measured`.
+
+    Raises:
+        TypeError, KeyError, ValueError, AttributeError: the entry is invalid.
+    """
+    rest = {**entry, "circumstances": Circumstances(**entry["circumstances"])}
+    rest["flops_per_s"] = {str(dtype): float(rate) for dtype, rate in entry["flops_per_s"].items()}
+    for name in ("gather", "reduce"):
+        rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
+    measured = Measured(**rest)
+    optional = (measured.update_bytes_per_s, measured.host_bytes_per_s)
+    disk = (measured.disk_read, measured.disk_write, measured.disk_both)
+    exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
+    given = [rate for rate in (*optional, *disk, *exchanges) if rate is not None]
+    rates = [*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s, *given]
+    if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
+        raise ValueError("a rate that is not positive")
+    return measured

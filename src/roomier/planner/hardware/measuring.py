@@ -1,0 +1,182 @@
+"""Measurements of this machine: rates of concurrent processes, collectives between the processes, and the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roomier.core.errors import RoomierError
+from roomier.core.loopback import keep_on_loopback
+from roomier.planner.hardware.disk import disk_rates
+from roomier.planner.hardware.host import num_cores
+from roomier.planner.hardware.measure import DTYPES, memory_rate, operation_seconds, product_rate, update_rate
+from roomier.planner.hardware.measured import Measured, circumstances_of, now
+
+_PATIENCE_S = 120.0  # time limit for the ranks in seconds; on an idle machine, they need a twentieth of this time
+
+
+def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
+    """Measure this machine with ``num_ranks`` concurrent processes, and measure its disk.
+
+    Args:
+        device: device of the ranks; each rank uses a different accelerator of this type.
+        num_ranks: number of processes.
+        seconds: time for the measurements without communication. Starting the processes and measuring the collectives
+            take about 5 additional seconds.
+        folder: folder for the measurement of the disk; None skips this measurement.
+
+    Raises:
+        RoomierError: a rank failed, or the folder is not writable.
+    """
+    started = circumstances_of(device, num_ranks)
+    with tempfile.TemporaryDirectory(prefix="roomier-hardware-") as scratch:
+        ranks = _run_ranks(device.type, num_ranks, started.num_threads, seconds, Path(scratch))
+    disk = None if folder is None else disk_rates(folder, 2 * seconds)
+    return Measured(
+        circumstances=started,
+        measured_at=now(),
+        is_quick=False,
+        flops_per_s={
+            dtype: statistics.median(rank["flops_per_s"][dtype] for rank in ranks) for dtype in ranks[0]["flops_per_s"]
+        },
+        memory_bytes_per_s=statistics.median(rank["memory_bytes_per_s"] for rank in ranks),
+        operation_s=statistics.median(rank["operation_s"] for rank in ranks),
+        update_bytes_per_s=statistics.median(rank["update_bytes_per_s"] for rank in ranks),
+        host_bytes_per_s=_median([rank["host_bytes_per_s"] for rank in ranks]),
+        gather=_link("gather", ranks),
+        reduce=_link("reduce", ranks),
+        disk_read=None if disk is None else disk.read,
+        disk_write=None if disk is None else disk.write,
+        disk_both=None if disk is None else disk.both,
+    )
+
+
+def _median(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None
+
+
+def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
+    """Measure matrix products, memory, operations and updates in this process, in about a second.
+
+    If several ranks share a CPU, the rates of one rank are computed from the rates of this process. If the ranks have
+    more threads than the machine has cores, each thread is assumed to use a fraction of a core. All ranks share the
+    memory bandwidth.
+    """
+    circumstances = circumstances_of(device, num_ranks)
+    num_threads = circumstances.num_threads if device.type == "cpu" else 1
+    threads_before = torch.get_num_threads()
+    try:
+        # If other programs use some cores, several threads that wait for each other can be slower than one thread.
+        rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
+        together = max(1, min(num_cores(), num_ranks * num_threads)) if device.type == "cpu" else 1
+        memory = {count: _bytes_rates(device, count) for count in (1, together)}
+        torch.set_num_threads(num_threads)
+        operation_s = operation_seconds(device, 0.03)
+    finally:
+        torch.set_num_threads(threads_before)
+    share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
+    sharing = num_ranks if device.type == "cpu" else 1
+    # The rate of a rank is estimated in two ways: from its share of the rate with all threads, and from the rate with
+    # one thread. The higher estimate is used, because other programs slow down threads that wait for each other.
+    alone, all_threads = memory[1], memory[together]
+    copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
+    return Measured(
+        circumstances=circumstances,
+        measured_at=now(),
+        is_quick=True,
+        flops_per_s={dtype: share * max(each[dtype] for each in rates) for dtype in rates[0]},
+        memory_bytes_per_s=copied,
+        operation_s=operation_s / share,
+        update_bytes_per_s=updated,
+    )
+
+
+def _bytes_rates(device: torch.device, num_threads: int) -> tuple[float, float]:
+    torch.set_num_threads(num_threads)
+    return memory_rate(device, 0.06), update_rate(device, 0.06, 2**22)
+
+
+def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
+    torch.set_num_threads(num_threads)
+    rates = {dtype: product_rate(dtype, device, 0.06) for dtype in DTYPES}
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+
+
+def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Return the bandwidth of a collective (bytes that a rank sends per second) and the duration of a small collective
+    in seconds; None for one rank.
+
+    The duration of a collective is the time of its slowest rank. The shortest duration of all repetitions is used.
+    """
+    if len(ranks) == 1:
+        return None
+    slowest = {
+        size: min(max(seconds) for seconds in zip(*(rank[f"{name}_{size}_s"] for rank in ranks), strict=True))
+        for size in ("large", "small")
+    }
+    moved_s = max(slowest["large"] - slowest["small"], slowest["large"] / 10)
+    return ranks[0]["large_bytes"] / moved_s, slowest["small"]
+
+
+def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
+    environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    keep_on_loopback(environ)
+    # If other programs run at the same time, threads that spin while they wait occupy cores that other threads need. In
+    # a test with other programs, a matrix product took a hundred times as long.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
+    results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
+    processes = []
+    try:
+        for rank, result in enumerate(results):
+            settings = json.dumps({**common, "rank": rank, "result": str(result)})
+            with (scratch / f"rank-{rank}.err").open("w") as errors:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "roomier.planner.hardware.rank_worker", settings],
+                        env=environ,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                    )
+                )
+        _wait(processes, scratch)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(result.read_text()) for result in results]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
+    """Wait until all processes have ended.
+
+    Raises:
+        RoomierError: a process failed, or did not finish in time.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for rank, process in enumerate(processes):
+        code = process.poll()
+        if code:
+            output = (scratch / f"rank-{rank}.err").read_text().strip().splitlines()[-1:]
+            problem = f"the process of rank {rank} ended with exit code {code}: {' '.join(output) or 'no message'}"
+            raise RoomierError("devices", len(processes), problem, "Measure with fewer devices, or use --quick")
+    if any(process.poll() is None for process in processes):
+        problem = f"the measuring processes did not end within {_PATIENCE_S:.0f} s"
+        raise RoomierError("devices", len(processes), problem, "Measure with fewer devices, or use --quick")

@@ -1,0 +1,213 @@
+"""Conversion of text to a machine. The text is a device with a count, such as ``"a100-40gb:8"``, ``"8xh100"`` or
+``"this:4"``, or the path of a file that describes a machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roomier.core.device.names import is_known_to_torch
+from roomier.core.errors import RoomierError, did_you_mean, nearest
+from roomier.core.units import parse_bytes
+from roomier.core.untrusted import MAX_YAML_BYTES, read_json, read_text
+from roomier.core.yaml_text import BoundedLoader
+from roomier.planner.hardware.devices import MOST_PER_NODE, SHEETS, known_names, plain_name, sheet_of
+from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.hardware.this_machine import this_machine
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_AFTER = re.compile(r"(?P<name>.*?)\s*:\s*(?P<count>[^:]*)")
+_BEFORE = re.compile(r"(?P<count>\d+)\s*x\s*(?P<name>.+)", re.IGNORECASE)
+_HERE = {"this": "auto", "here": "auto", "cpu": "cpu"}
+_KINDS = ("cuda", "mps", "cpu", "xpu", "npu", "tpu")
+
+
+def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
+    """Return the machine that ``spec`` describes.
+
+    Args:
+        spec: case-insensitive name of a GPU: a name in the table (``devices.py``), or the name that CUDA reports. The
+            number of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
+            ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
+            ends in .yaml, .yml or .json refers to a file with the fields of :class:`Machine`; see
+            :func:`machine_of_dict`.
+        num_nodes: number of nodes; None uses the value in the file, or 1 if ``spec`` is not a file.
+
+    Raises:
+        RoomierError: the device, the count or the file is invalid.
+
+    Example:
+        >>> machine_of("a100-40gb:8", num_nodes=4).num_ranks
+        32
+    """
+    text = str(spec).strip()
+    if num_nodes is not None and num_nodes < 1:
+        raise RoomierError("nodes", num_nodes, "must be at least 1", "Set it to the number of machines")
+    if Path(text).suffix.lower() in _SUFFIXES:
+        return machine_of_file(Path(text), num_nodes)
+    name, devices = _name_and_count(text)
+    if name.lower() in _HERE:
+        return this_machine(devices, num_nodes or 1, accelerator=_HERE[name.lower()])
+    sheet = sheet_of(name)
+    if sheet is None:
+        raise RoomierError("hardware", text, f"the table of devices does not contain {name!r}", _action(name))
+    if devices > MOST_PER_NODE:
+        nodes = -(-devices // 8)
+        action = f"Use '{sheet.name}:8' with {nodes} nodes for {8 * nodes} devices"
+        raise RoomierError("hardware", text, f"a node has at most {MOST_PER_NODE} devices", action)
+    return sheet.machine(devices, num_nodes or 1)
+
+
+def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
+    """Return the machine that a YAML or JSON file describes.
+
+    Raises:
+        RoomierError: the file cannot be read, or :func:`machine_of_dict` rejects its content.
+    """
+    try:
+        is_json = path.suffix.lower() == ".json"
+        content = read_json(path) if is_json else yaml.load(read_text(path, MAX_YAML_BYTES), Loader=BoundedLoader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"cannot be read: {' '.join(str(error).split())}"
+        raise RoomierError(
+            "hardware", str(path), problem, "Pass a YAML or JSON file that describes a machine"
+        ) from error
+    if not isinstance(content, dict):
+        raise RoomierError("hardware", str(path), "must map names to values", "See `roomier hardware --json`")
+    return machine_of_dict(content if num_nodes is None else {**content, "num_nodes": num_nodes})
+
+
+def machine_of_dict(content: Mapping[str, Any]) -> Machine:
+    """Return the machine that plain data describes. This function is the inverse of :func:`machine_as_dict`.
+
+    The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
+    second), or a mapping with ``bytes_per_s`` and ``latency_s``. A size in bytes is a number, or a string such as
+    ``"40GiB"``. If the device is a name in the table, missing fields have the values of the typical node of this
+    device.
+
+    Raises:
+        RoomierError: a field is missing, unknown or invalid.
+    """
+    given = dict(content)
+    _refuse_unknown("", given, Machine)
+    usual = None
+    if isinstance(given.get("device"), str):
+        usual = machine_of(given["device"])
+        given = {**{field.name: getattr(usual, field.name) for field in fields(Machine)}, **given}
+        given["device"], given["source"] = usual.device, content.get("source", "a file, and data sheets")
+    elif "device" in given:
+        given["device"] = _device(_mapping("device", given["device"]))
+    given.setdefault("source", "a file")
+    given.setdefault("in_node_reduce", None)
+    made: dict[str, Any] = {}
+    for field in fields(Machine):
+        made[field.name] = _field(field, given)
+    return Machine(**made)
+
+
+def machine_as_dict(machine: Machine) -> dict[str, Any]:
+    """Return all fields of ``machine`` as plain data."""
+    plain = asdict(machine)
+    plain["device"]["flops_per_s"] = dict(machine.device.flops_per_s)
+    return plain
+
+
+def _name_and_count(text: str) -> tuple[str, int]:
+    found = (_AFTER if ":" in text else _BEFORE).fullmatch(text)
+    if found is None:
+        return text, 1
+    count = found["count"].strip()
+    if not count.isdigit() or int(count) < 1:
+        problem = f"{count!r} is not a number of devices"
+        raise RoomierError("hardware", text, problem, f"Add the number of devices per node: '{found['name']}:8'")
+    return found["name"], int(count)
+
+
+def _action(name: str) -> str:
+    """Suggest the device whose name or alias is most similar to ``name``."""
+    near = nearest(plain_name(name), known_names(), cutoff=0.7)
+    if near is not None:
+        return f"Did you mean {known_names()[near].name!r}?"
+    names = ", ".join(sorted(sheet.name for sheet in SHEETS))
+    return f"Use one of: this, cpu, {names}; or pass a YAML file that describes a machine"
+
+
+def _device(given: dict[str, Any]) -> Device:
+    _refuse_unknown("device.", given, Device)
+    made = {field.name: _field(field, given, "device.") for field in fields(Device)}
+    rates = _mapping("device.flops_per_s", made["flops_per_s"])
+    made["flops_per_s"] = {str(dtype): _number(f"device.flops_per_s.{dtype}", rate) for dtype, rate in rates.items()}
+    if "fp32" not in made["flops_per_s"]:
+        raise RoomierError("device.flops_per_s", rates, "must contain 'fp32'", "Add this rate, in FLOP/s")
+    if made["kind"] not in _KINDS and not is_known_to_torch(made["kind"]):
+        raise RoomierError("device.kind", made["kind"], "is not a known kind", did_you_mean(made["kind"], _KINDS))
+    if made["product_efficiency"] > 1:
+        problem = "is a fraction of the peak and must be at most 1"
+        raise RoomierError("device.product_efficiency", made["product_efficiency"], problem, "Set it to at most 1")
+    return Device(**made)
+
+
+def _field(field: Field[Any], given: Mapping[str, Any], prefix: str = "") -> Any:
+    """Convert one value to the type of its field. The types are strings, because ``machine.py`` postpones the
+    evaluation of annotations."""
+    name, kind = f"{prefix}{field.name}", str(field.type)
+    if field.name not in given:
+        if field.default is not MISSING:
+            return field.default
+        raise RoomierError(name, None, "is missing", f"Add this field; a machine has the fields {_names(prefix)}")
+    value = given[field.name]
+    if isinstance(value, (Device, Link)) or (value is None and "None" in kind):
+        return value
+    if kind.startswith("Link"):
+        return _link(name, value)
+    if kind == "str":
+        return str(value)
+    if field.name.endswith("_bytes") and isinstance(value, str):
+        return parse_bytes(name, value)
+    if kind.startswith("int"):
+        number = _number(name, value)
+        if number != int(number):
+            raise RoomierError(name, value, "must be an integer", "Pass an integer")
+        return int(number)
+    may_be_zero = field.name in ("operation_s", "latency_s")
+    return _number(name, value, may_be_zero=may_be_zero) if kind.startswith("float") else value
+
+
+def _link(name: str, value: object) -> Link:
+    if not isinstance(value, Mapping):
+        return Link(_number(name, value))
+    _refuse_unknown(f"{name}.", value, Link)
+    return Link(**{field.name: _field(field, value, f"{name}.") for field in fields(Link)})
+
+
+def _number(name: str, value: object, *, may_be_zero: bool = False) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        number = -1.0
+    if not (0 < number < float("inf") or (may_be_zero and number == 0)):
+        raise RoomierError(name, value, "must be a positive number", "Pass a number such as 312e12")
+    return number
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RoomierError(name, value, "must map names to values", "See `roomier hardware --json`")
+    return dict(value)
+
+
+def _refuse_unknown(prefix: str, given: Mapping[str, Any], owner: type) -> None:
+    known = [field.name for field in fields(owner)]
+    for name in given:
+        if name not in known:
+            raise RoomierError(f"{prefix}{name}", given[name], "is not a field of a machine", did_you_mean(name, known))
+
+
+def _names(prefix: str) -> str:
+    owner = {"": Machine, "device.": Device}.get(prefix, Link)
+    return ", ".join(field.name for field in fields(owner))

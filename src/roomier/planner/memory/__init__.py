@@ -1,0 +1,1 @@
+"""Memory of a rank by kind, predicted by a formula before a run and measured during a run."""

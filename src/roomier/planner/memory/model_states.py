@@ -1,0 +1,226 @@
+"""Predicts the sizes of model states during a step from the strategy and the shapes of the weights.
+
+[Note: bytes per parameter and rank]
+A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
+bytes (2 for the weights of matrix products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With
+``N`` ranks, the bytes per parameter are:
+
+    strategy     parameter   unsharded         gradient                              optimizer state
+    single       w           0                 w                                     2w
+    ddp          w           0                 w (buckets); 2w with accumulation     2w
+    zero1        w/N         c, for the step   c, one unit; w with accumulation      2w/N
+                                               w/N after the reduction
+    zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
+    zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
+
+Gradients are freed after the update. Between steps, no gradients exist, except in the buckets of DDP or if a hook reads
+them later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
+
+The peak is smaller than the sum of a row of the table, because a backward pass frees the unsharded parameters unit by
+unit while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a
+tensor is sharded into chunks with equal numbers of rows, as in ``torch.chunk``. If the size of dimension 0 is not
+divisible by ``N``, unsharded parameters and communication buffers are padded to full chunks, and the last ranks have
+fewer rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from roomier.planner.memory.kinds import MODEL_STATES, Kind, total_bytes
+from roomier.planner.memory.walk import (
+    KINDS,
+    Layout,
+    Walk,
+    gradient_bytes,
+    in_order_of_gathering,
+    own_shape,
+    unit_bytes,
+)
+from roomier.planner.memory.weights import Unit, Weight
+
+StateBytes = Callable[[Weight, tuple[int, ...]], int]
+"""Function that returns the size of a weight's optimizer states in bytes, given the shape of the shard that this rank
+updates."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one moment of a step.
+
+    Attributes:
+        name: name of the moment, such as ``"forward, blocks.3"``.
+        num_bytes: bytes on this rank by kind.
+    """
+
+    name: str
+    num_bytes: dict[Kind, int]
+
+    def total(self, kinds: Iterable[Kind] = MODEL_STATES) -> int:
+        """Return the total number of bytes of ``kinds``."""
+        return total_bytes(self.num_bytes, kinds)
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Predicted sizes of the model states during a step in which the optimizer states already exist.
+
+    Attributes:
+        moments: moments in order; the last moment is between two steps.
+    """
+
+    moments: list[Moment]
+
+    @property
+    def peak(self) -> Moment:
+        """Moment at which the sum of all model states is largest."""
+        return max(self.moments, key=Moment.total)
+
+    @property
+    def between_steps(self) -> Moment:
+        """Moment between two steps."""
+        return self.moments[-1]
+
+
+def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0) -> ModelStates:
+    """Return the predicted sizes of the model states of one rank during a step.
+
+    Args:
+        units: result of :func:`roomier.planner.memory.weights.units_with_weights`, with the root first and the other
+            units in the order of the forward pass.
+        layout: the settings of the Plan that determine the sizes.
+        state_bytes: function that returns the size of the optimizer states of a weight in bytes; see
+            :mod:`roomier.techniques.optim.state_bytes`.
+        buffer_bytes: result of :func:`roomier.planner.memory.weights.buffer_bytes`.
+    """
+    kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
+    step = _ShardedStep(units, layout, kept) if layout.is_sharded else _UnshardedStep(units, layout, kept)
+    return ModelStates([*step.moments, Moment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
+
+
+def kept_bytes(
+    units: Sequence[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
+) -> dict[Kind, int]:
+    """Return the predicted bytes by kind on one rank between steps, without gradients. See :func:`model_states` for the
+    arguments."""
+    trained = (weight for unit in units for weight in unit.weights if weight.is_trained)
+    return {
+        Kind.PARAMETER: buffer_bytes + sum(unit_bytes(each, layout).stored for each in units),
+        Kind.OPTIMIZER_STATE: sum(state_bytes(each, own_shape(each.shape, layout)) for each in trained),
+    }
+
+
+def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
+    """Return the size in bytes of this rank's averaged copy of the trained weights, in float32 or a wider dtype."""
+    trained = (
+        weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
+    )
+    return sum(
+        math.prod(own_shape(each.shape, layout)) * torch.promote_types(each.dtype, torch.float32).itemsize
+        for each in trained
+    )
+
+
+class _UnshardedStep:
+    """Step with unsharded parameters, on a single device or with DDP."""
+
+    def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
+        self.moments: list[Moment] = []
+        self.now = {**dict.fromkeys(Kind, 0), **kept}
+        gradients = sum(gradient_bytes(unit.weights) for unit in units)
+        is_ddp = layout.strategy == "ddp"
+        self.bucket_bytes = gradients if is_ddp else 0  # DDP keeps its buckets between steps
+        self.now[Kind.GRADIENT] += self.bucket_bytes
+        self._note("forward")
+        if layout.steps_in_backward:
+            self._update_in_backward(units)
+            return
+        # Gradients that are not reduced yet exist in addition to the buckets.
+        extra_bytes = gradients if not is_ddp or layout.num_micro_batches > 1 else 0
+        self.now[Kind.GRADIENT] += extra_bytes
+        self._note("backward")
+        if is_ddp:
+            self.now[Kind.GRADIENT] -= extra_bytes
+        self._note("update")
+
+    def _note(self, name: str) -> None:
+        self.moments.append(Moment(name, dict(self.now)))
+
+    def _update_in_backward(self, units: list[Unit]) -> None:
+        # All parameters of a block, including its norms, are updated together. Parameters outside the blocks are
+        # updated one by one.
+        groups: list[list[Weight]] = []
+        for unit in units:
+            if unit.is_inner:
+                groups[-1] += unit.weights
+            else:
+                groups += [[weight] for weight in unit.weights] if unit.is_root else [list(unit.weights)]
+        for group in reversed(groups):
+            num_bytes = gradient_bytes(group)
+            self.now[Kind.GRADIENT] += num_bytes
+            self._note(f"backward, {group[0].name}")
+            self.now[Kind.GRADIENT] -= num_bytes
+
+
+class _ShardedStep:
+    """Step with sharded units, in the order of the modules."""
+
+    bucket_bytes = 0
+
+    def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
+        self.moments: list[Moment] = []
+        self._units = units
+        self._walk = Walk(units, layout)
+        for kind, num_bytes in kept.items():
+            self._walk.add(kind, num_bytes)
+        for index in range(layout.num_micro_batches):
+            self._forward()
+            is_first, is_last = index == 0, index == layout.num_micro_batches - 1
+            self._backward(is_first=is_first, is_last=is_last)
+            if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
+                self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
+        self.moments.append(Moment("update", self.now))
+
+    @property
+    def now(self) -> dict[Kind, int]:
+        """Current bytes by kind."""
+        return dict(zip(KINDS, self._walk.now, strict=True))
+
+    def _take_notes(self) -> None:
+        for note in self._walk.take_notes():
+            event = "" if note.event == "computes" else f" {note.event}"
+            name = f"{note.phase}, {self._units[note.unit].name}{event}"
+            self.moments.append(Moment(name, dict(zip(KINDS, note.num_bytes, strict=True))))
+
+    def _forward(self) -> None:
+        for number in range(len(self._units)):
+            self._walk.enter(number, self._walk.gathered_ahead(number), "forward")
+            self._walk.end_forward(number)
+        self._walk.end_forward_of_all()
+        self._take_notes()
+
+    def _backward(self, *, is_first: bool, is_last: bool, gathers_ahead: bool = True) -> None:
+        walk = self._walk
+        root = [number for number, unit in enumerate(self._units) if unit.is_root]
+        others = [number for number, unit in enumerate(self._units) if not unit.is_root]
+        late = [*root, *(number for number in others if self._units[number].ends_late)]
+        waiting = in_order_of_gathering(self._units)
+        following = dict(pairwise(waiting)) if gathers_ahead else {}
+        for number in reversed(others):
+            while number in waiting:
+                next_one = waiting.pop(0)
+                walk.enter(next_one, [following[next_one]] if next_one in following else [], "backward")
+            walk.compute_gradients(number, is_first=is_first)
+            if number not in late:
+                walk.end_backward(number, is_first=is_first, is_last=is_last)
+        for number in root:
+            walk.compute_gradients(number, is_first=is_first)
+        for number in late:
+            walk.end_backward(number, is_first=is_first, is_last=is_last)
+        walk.end_backward_of_all()
+        self._take_notes()

@@ -1,0 +1,1 @@
+"""One folder per technique. A technique imports no other technique; engine/build.py combines them."""

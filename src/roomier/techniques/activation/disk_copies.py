@@ -1,0 +1,176 @@
+"""Copies of saved tensors to disk and back.
+
+[Note: activations on disk]
+The writer thread of a scratch file writes a tensor, and the reader thread of the file reads the tensor, while
+computation continues. On an accelerator, a tensor passes through pinned host memory. The copy stream copies the tensor
+to the host, and the writer waits for this copy. The reader starts the copy to the device after it has read the tensor.
+
+On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When a block
+begins, computation waits for the writes of the second block before it. Therefore, the host memory contains the saved
+tensors of at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory by default.
+While activations are on disk, large freed blocks are returned to the operating system instead. The operating system
+must then clear the pages of new blocks, which takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier.core.host_memory import always_give_back_blocks, retain_freed_blocks
+from roomier.techniques.activation.offload import MIN_BYTES, Copies, copies_on
+from roomier.techniques.tiers.buffers import allocate
+from roomier.techniques.tiers.regions import Region, Regions
+from roomier.techniques.tiers.scratch import Scratch
+from roomier.techniques.tiers.transfers import Job
+
+
+@dataclass(eq=False)
+class _Stored:
+    """A tensor on disk.
+
+    Attributes:
+        region: part of the file that contains the tensor. The region is free again when the tensor is no longer
+            required and all its transfers are complete.
+        num_bytes: size of the tensor.
+        write: job that writes the tensor.
+    """
+
+    region: Region
+    num_bytes: int
+    write: Job
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Position in the order of the copies: the last write, the last read, and the last copy to the host."""
+
+    write: Job | None
+    read: _Read | None
+    link: Any
+
+
+@dataclass(eq=False)
+class _Read:
+    """A read that has started.
+
+    Attributes:
+        job: job of the reader thread.
+        mark: position of the copy to the device in the copy stream; None until the job is complete.
+    """
+
+    job: Job
+    mark: Any = None
+
+
+class DiskCopies(Copies):
+    """Copies to disk and back; see [Note: activations on disk].
+
+    Args:
+        device: device that holds the tensors while they are not on disk.
+        scratch: scratch file for the tensors. :meth:`close` closes this file.
+
+    Attributes:
+        bytes_read, bytes_written: number of bytes read from and written to the disk, including padding.
+    """
+
+    place = "on disk"
+
+    def __init__(self, device: torch.device, scratch: Scratch) -> None:
+        super().__init__(device)
+        self.saves = True
+        self.bytes_read = self.bytes_written = 0
+        self._link = None if device.type == "cpu" else copies_on(device)
+        if self._link is None:
+            # without this call, the memory of freed activations remains in the process
+            always_give_back_blocks(MIN_BYTES)
+        self._scratch = scratch
+        self._regions = Regions(scratch)
+        self._write: Job | None = None
+        self._read: _Read | None = None
+
+    def to_host(self, tensor: Tensor) -> Any:
+        """Start writing ``tensor`` (uint8) to disk.
+
+        Raises:
+            TierError: the disk is full, or an earlier transfer failed.
+        """
+        self._scratch.check()
+        region = self._regions.allocate(len(tensor))
+        source, wait = tensor, None
+        if self._link is not None:
+            source = self._link.to_host(tensor)
+            wait = _wait_function(self._link.mark())
+
+        def then() -> None:
+            self.bytes_written += region.num_bytes
+
+        self._write = Job(source, region.position, wait, then=then)
+        self._scratch.transfers.write(self._write)
+        return _Stored(region, len(tensor), self._write)
+
+    def to_device(self, copy: Any) -> Tensor:
+        """Start reading a tensor. The tensor can be used after :meth:`wait`.
+
+        Raises:
+            TierError: an earlier transfer failed.
+        """
+        self._scratch.check()
+        stored: _Stored = copy
+        link = self._link
+        host = allocate(stored.region.num_bytes, pinned=link is not None and link.uses_pinned_memory)
+        content = host[: stored.num_bytes]
+        finish, made = None, content
+        read = _Read(Job(host, stored.region.position, after=stored.write))
+        if link is not None:
+            made = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self.device)
+            finish = partial(link.finish, content, made, link.start())
+
+        def run() -> None:
+            if finish is not None:
+                read.mark = finish()
+            self.bytes_read += stored.region.num_bytes  # this reference keeps the region until the read is complete
+
+        read.job.finish = run
+        self._read = read
+        self._scratch.transfers.read(read.job)
+        return made
+
+    def mark(self) -> Any:
+        return _Mark(self._write, self._read, None if self._link is None else self._link.mark())
+
+    def wait(self, mark: Any) -> None:
+        """Block the host until the disk transfers that precede ``mark`` are complete, and make computation wait for the
+        copies between device and host.
+
+        Raises:
+            TierError: a transfer failed.
+        """
+        jobs = [job for job in (mark.write, mark.read and mark.read.job) if job is not None]
+        self._scratch.wait_for(lambda: all(job.is_done for job in jobs))
+        self.wait_to_free(mark)
+        if self._link is not None and mark.read is not None and mark.read.mark is not None:
+            self._link.wait(mark.read.mark)
+
+    def wait_to_free(self, mark: Any) -> None:
+        if self._link is not None:
+            self._link.wait(mark.link)  # on a CPU, the writer holds the tensors until they are written
+
+    def close(self) -> None:
+        """End all transfers and remove the file."""
+        self._scratch.close()
+        if self._link is None:
+            retain_freed_blocks()
+
+    def _finished_ns(self) -> int:
+        self.wait(self.mark())
+        return super()._finished_ns()
+
+
+def _wait_function(mark: Any) -> Callable[[], object] | None:
+    return None if mark is None else mark.synchronize

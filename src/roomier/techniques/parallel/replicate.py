@@ -1,0 +1,213 @@
+"""DDP: every rank stores the full model, and gradients are averaged during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from roomier.core import torch_fake, torch_private
+from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.ranks import Ranks, announce, close_connections
+from roomier.techniques.parallel.fake_ddp import FakeDDP
+from roomier.techniques.parallel.powersgd import PowerSGD
+from roomier.techniques.parallel.rounded import send_rounded
+from roomier.techniques.parallel.runner import StepRunner
+from roomier.techniques.parallel.unsharded import Unsharded
+
+
+class Replicas(Unsharded):
+    """A network that every rank stores in full, with the methods that the engine calls in each step.
+
+    DDP averages gradients over the ranks, but the engine weights losses for a sum over the ranks. Therefore, the engine
+    also multiplies the losses by the number of ranks.
+
+    [Note: parameters without a gradient]
+    When DDP is constructed, an option states whether some parameters may receive no gradient. With this option, DDP
+    checks for such parameters in every step, which takes time. Therefore, the first step runs without DDP. The
+    gradients of the first step are averaged directly. This average shows which parameters have no gradient. DDP is
+    constructed at the start of the second step, so its buckets never exist at the same time as the gradients of the
+    first step. DDP checks for unused parameters in every step if a parameter was unused in the first step, or if
+    ``finds_unused`` is set. Otherwise, an unused parameter in a later step raises an error that names the parameter.
+
+    Args:
+        network: model with the same values on every rank.
+        device: device of the model.
+        ranks: all ranks of the run.
+        by_hand: whether the module uses manual optimization. If so, gradients are averaged after each backward pass
+            inside ``training_step``.
+        finds_unused: if True, allow steps with unused parameters. The set of unused parameters may differ between
+            ranks.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
+        compression: gradient compression; None disables it.
+
+    Attributes:
+        runner: module that runs a step in its ``forward``.
+        loss_factor: the number of ranks, by which DDP divides the gradients.
+
+    Raises:
+        RoomierError: ``compression`` is used with manual optimization.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        by_hand: bool,
+        finds_unused: bool,
+        wire_dtype: torch.dtype | None,
+        compression: PowerSGD | None,
+    ) -> None:
+        if compression is not None and by_hand:
+            problem = "is not supported with manual optimization, which does not run the backward pass of DDP"
+            raise RoomierError("gradient_compression", "powersgd", problem, "Set gradient_compression='none'")
+        self.runner: nn.Module = StepRunner(network)
+        self.loss_factor = float(ranks.world.size)
+        self._network = network
+        self._device = device
+        self._ranks = ranks
+        self._by_hand = by_hand
+        self._finds_unused = finds_unused
+        self._wire_dtype = wire_dtype
+        self._compression = compression
+        self._ddp: DistributedDataParallel | None = None
+        self._is_last = True
+        self._wraps_next = False
+        self._trained = [each for each in network.parameters() if each.requires_grad]
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """Construct DDP if necessary, and enable its reduction only for the last micro-batch of a step."""
+        self._is_last = is_last
+        if self._wraps_next and torch.is_grad_enabled():  # an evaluation can have fewer steps on some ranks
+            self._wrap()
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = is_last
+
+    def end_backward(self) -> None:
+        """Average the gradients if DDP does not exist yet, and check that no gradient is missing.
+
+        Raises:
+            TrainingError: a parameter has no gradient in this step, but it had a gradient in the first step.
+        """
+        if not self._is_last:
+            return
+        if self._ddp is None:
+            is_unused = average_gradients(self._trained, self._ranks, self._wire_dtype)
+            self._finds_unused |= is_unused
+            self._wraps_next = not self._by_hand
+        elif not self._finds_unused:
+            unreduced = torch_private.unreduced_parameters(self._ddp)
+            if unreduced is not None:
+                error = self._left_out(unreduced)
+                announce(error)
+                close_connections()  # ranks that have all gradients wait for the reduction
+                raise error
+
+    def end_update(self) -> None:
+        """This method is a no-op, because DDP requires no action after an update."""
+
+    def trained_parameters_changed(self) -> None:
+        """Discard DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters. The next
+        step averages gradients directly, and the following step constructs DDP again.
+
+        Raises:
+            RoomierError: gradient compression is enabled, and its stored errors belong to the previous set of
+                parameters.
+        """
+        trained = [each for each in self._network.parameters() if each.requires_grad]
+        if {id(each) for each in trained} == {id(each) for each in self._trained}:
+            return
+        self._trained = trained
+        if self._ddp is None:
+            return
+        if self._compression is not None:
+            problem = "does not support freezing or unfreezing parameters during a run"
+            raise RoomierError(
+                "gradient_compression",
+                "powersgd",
+                problem,
+                "Set gradient_compression='none', or keep the set of trained parameters",
+            )
+        self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
+
+    def _wrap(self) -> None:
+        self._wraps_next = False
+        runner = self.runner
+        assert isinstance(runner, StepRunner)
+        if self._finds_unused:
+            # torch warns if all parameters are used in a step, so this parameter, which is always unused, is added.
+            runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
+        torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
+        wrap: type[DistributedDataParallel] = DistributedDataParallel
+        if torch_fake.is_fake(self._trained):
+            wrap = cast(Any, FakeDDP)
+        self.runner = self._ddp = wrap(
+            runner,
+            device_ids=None if self._device.type == "cpu" else [self._device.index],
+            gradient_as_bucket_view=True,  # without this option, each gradient exists twice in memory
+            find_unused_parameters=self._finds_unused,
+        )
+        if self._compression is not None:
+            self._compression.register(self._ddp)
+        elif self._wire_dtype is not None:
+            self._ddp.register_comm_hook(self._wire_dtype, send_rounded)
+
+    def _left_out(self, unreduced: Sequence[int]) -> TrainingError:
+        assert self._ddp is not None
+        trained = [name for name, each in self._ddp.module.network.named_parameters() if each.requires_grad]
+        problem = f"has no gradient in this step on rank {dist.get_rank()}, but had one in the first step"
+        action = (
+            "If steps leave parameters unused, set Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
+        )
+        return TrainingError("training_step", [trained[each] for each in unreduced[:5]], problem, action)
+
+
+def _constant_buffers(module: nn.Module) -> list[str]:
+    # DDP broadcasts buffers in each forward pass. The codes of frozen quantized weights never change.
+    names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
+    return [f"{prefix}.{name}" for prefix, own in names for name in own]
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
+    """Average the gradients of ``parameters`` over all ranks, in place.
+
+    A gradient that is missing on some ranks counts as zero.
+
+    Args:
+        parameters: parameters in the same order on every rank.
+        ranks: all ranks of the run.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
+
+    Returns:
+        True if a gradient was missing on any rank. A gradient that is missing on all ranks remains None.
+    """
+    num_with = torch.tensor([float(each.grad is not None) for each in parameters])
+    if parameters:
+        num_with = ranks.sum(num_with.to(parameters[0].device))
+    counts = num_with.tolist()
+    used = [each for each, count in zip(parameters, counts, strict=True) if count]
+    for each in used:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+    for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
+        _average([each.grad for each in group if each.grad is not None], wire_dtype)
+    return any(count < ranks.world.size for count in counts)
+
+
+def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:
+    flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)
