@@ -154,7 +154,7 @@ FIRST_MET: list[Any] = [
     roomier.loggers.CSVLogger,
     roomier.loggers.TensorBoardLogger,
     roomier.loggers.WandbLogger,
-    roomier.planner.memory.anatomy,
+    roomier.memory.anatomy,
     roomier.prepare,
 ]
 
