@@ -84,9 +84,7 @@ class TrackedStep:
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.planner.memory.tracker import (
-                MemoryTracker,  # late import: loading torch's sharding code is slow
-            )
+            from roomier.planner.memory.tracker import MemoryTracker  # late import: loads torch's sharding code
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))

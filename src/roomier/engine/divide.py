@@ -40,14 +40,10 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
-        from roomier.techniques.parallel.own_gradients import (
-            OwnGradients,  # late import: a single process does not need it
-        )
+        from roomier.techniques.parallel.own_gradients import OwnGradients  # late import: unused by one process
 
         return OwnGradients(network, ranks)
-    from roomier.techniques.parallel.agree import (
-        take_values_of_rank_zero,  # late import: a single process does not need it
-    )
+    from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
 
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
