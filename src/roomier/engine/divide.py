@@ -61,15 +61,10 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
             wire_dtype=wire_dtype,
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
-    from roomier.techniques.parallel.mesh import make_mesh  # late import: a single process does not need it
-    from roomier.techniques.parallel.shard import (  # late import: as above
-        Sharding,
-        Shards,
-        check_shardable,
-        lay_out_by_rows,
-    )
+    from roomier.techniques.parallel import shard  # late import: a single process does not need it
+    from roomier.techniques.parallel.mesh import make_mesh  # late import: as above
 
-    sharding = Sharding(
+    sharding = shard.Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
         frees_parameters=wanted.strategy in ("zero3", "hsdp"),
         reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
@@ -87,10 +82,10 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         return earlier
     if sharding.is_pairwise:
         _retain_memory_of_steps(plan, network)
-    check_shardable(network)
-    lay_out_by_rows(network)
+    shard.check_shardable(network)
+    shard.lay_out_by_rows(network)
     take_values_of_rank_zero(network, ranks)
-    shards = Shards(network, sharding, facts.blocks)
+    shards = shard.Shards(network, sharding, facts.blocks)
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # not by setattr, which would register the shards as a submodule
     return shards
