@@ -16,13 +16,14 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-full test-kernels gpu lint format clean
+.PHONY: help install browser slurm demo test test-more test-full test-kernels gpu lint format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
 	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
-	@echo 'make test          lint, types, layers and tests'
-	@echo 'make test-full     the same with the tests marked slow'
+	@echo 'make test          lint, types, layers and the main tests of each feature, in at most 10 minutes'
+	@echo 'make test-more     the tests marked more; CI runs both commands'
+	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
 	@echo 'make lint          ruff, mypy and import-linter'
@@ -62,8 +63,12 @@ slurm:
 demo: install
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 
+# The tests of third-party projects are all marked `more`, and their imports take seconds.
 test: lint
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not more and not slow' --ignore=tests/third_party
+
+test-more: install
+	$(BIN)/python -m pytest $(PARALLEL) -m 'more and not slow'
 
 test-full: lint
 	$(BIN)/python -m pytest $(PARALLEL)

@@ -1,6 +1,6 @@
-"""Selections from large tables: ``make test`` runs a covering part, and ``make test-full`` runs every combination."""
+"""Selections from large tables: ``make test`` runs a few values, and CI and ``make test-full`` run the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,18 @@ def covering(rows: Sequence[Any], columns: Sequence[Any], per_row: int = 1) -> l
             marks = () if j in chosen else pytest.mark.slow
             params.append(pytest.param(row, column, marks=marks, id=f"{_name(row)}-{_name(column)}"))
     return params
+
+
+def first(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return ``values`` as parameters. All except the first ``count`` values are marked ``more``."""
+    return [
+        value if i < count else pytest.param(*_as_tuple(value), marks=pytest.mark.more)
+        for i, value in enumerate(values)
+    ]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _name(value: Any) -> str:

@@ -81,6 +81,7 @@ def test_ten_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int]) -> 
         assert budget - taken.peak_bytes < 1.1 * block_bytes  # the activations of another block would not fit
 
 
+@pytest.mark.more
 def test_a_fraction_is_between_the_minimum_and_the_maximum(plain: Taken, bounds: tuple[int, int]) -> None:
     least, most = bounds
     assert trained(0.0).keeps[:-1] == [Keep.INPUT] * 7  # the backward of the last block begins immediately
@@ -91,6 +92,7 @@ def test_a_fraction_is_between_the_minimum_and_the_maximum(plain: Taken, bounds:
     assert 0.4 * (most - least) < half.peak_bytes - least < 0.52 * (most - least)
 
 
+@pytest.mark.more
 def test_accumulated_micro_batches_are_all_measured() -> None:
     windows = [[tokens(4, seed=seed), tokens(16, seed=seed), tokens(8, seed=seed)] for seed in range(4)]
     plain, taken = (train(Language(num_layers=4), budget, windows) for budget in ("none", 0.5))
@@ -130,6 +132,7 @@ def test_the_choice_is_reported_one_time(capsys: pytest.CaptureFixture[str]) -> 
     assert "ms of a step" in line
 
 
+@pytest.mark.more
 def test_a_larger_batch_is_measured_before_the_next_choice() -> None:
     module = Net(Language())
     small, large = [tokens(4)], [tokens(16)]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from roomier.techniques.activation.block_forward import Keep
 from tests.activation.budgets import Language, Taken, assert_same_training, tokens, train
 
+pytestmark = pytest.mark.more
+
 TOLERANCE = 1.03
 
 

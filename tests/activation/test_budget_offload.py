@@ -125,6 +125,7 @@ def test_budgets_are_met_and_used_if_copies_overlap(monkeypatch: pytest.MonkeyPa
     assert found[0.4][0] > found[0.8][0]  # no more blocks are offloaded than necessary
 
 
+@pytest.mark.more
 def test_budgets_are_met_with_activations_on_disk(
     monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_budgets_are_met_with_activations_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_slow_copies_are_not_chosen(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
     move_by(monkeypatch, SLOW)
     taken, moved = train_moving(Language, (bounds[0] + bounds[1]) // 2, WINDOWS)
@@ -228,6 +230,7 @@ def train_on_rank(strategy: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.more
 def test_ranks_offload_the_same_blocks(on_ranks: RankPool) -> None:
     strategies = ["ddp", "zero3"]
     results = on_ranks.each(NUM_RANKS, train_on_rank, [(each,) for each in strategies])

@@ -61,6 +61,7 @@ def fail_on_rank(strategy: str) -> str:
     return ""
 
 
+@pytest.mark.more
 def test_a_budget_that_is_too_small_raises_on_every_rank(on_ranks: RankPool) -> None:
     first, second = on_ranks(NUM_RANKS, fail_on_rank, "zero2")
     assert first == second
@@ -79,6 +80,7 @@ def grow_on_rank() -> tuple[list[str], list[str]]:
     return before, [str(block.keep) for block in recompute_of(engine).blocks]
 
 
+@pytest.mark.more
 def test_a_larger_batch_on_one_rank_is_reported_and_keeps_the_choice(
     on_ranks: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,8 @@ from tests.activation.kinds import DROPOUT, TOKENS, make_gpt
 from tests.activation.steps import WAYS, assert_equal, recomputed, step_of
 from tests.hugging_face.small import small
 
+pytestmark = pytest.mark.more
+
 X = torch.linspace(-1, 1, 4 * 8).sin().view(4, 8)
 every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 

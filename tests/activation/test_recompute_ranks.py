@@ -80,6 +80,7 @@ def gathers_of_a_step(setup: Setup) -> list[float]:
     return counts
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_second_forward_runs_no_additional_all_gather(on_ranks: RankPool, strategy: str) -> None:
     """The block is already unsharded for its backward, including norms and weights of matmuls."""
@@ -88,12 +89,14 @@ def test_a_second_forward_runs_no_additional_all_gather(on_ranks: RankPool, stra
         assert none == full == selective > 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_parameters_that_may_be_unused(on_ranks: RankPool, strategy: str) -> None:
     setup = dataclasses.replace(SETUP, strategy=strategy, options=UNUSED, precision="bf16-mixed")
     assert on_ranks(2, apart, setup, TiedDropping) == [[], []]
 
 
+@pytest.mark.more
 def test_four_ranks_in_groups(on_ranks: RankPool) -> None:
     setup = dataclasses.replace(SETUP, strategy="hsdp", num_ranks=4, shard_size=2, precision="bf16-mixed")
     assert on_ranks(4, apart, setup) == [[]] * 4

@@ -23,6 +23,8 @@ from roomier.techniques.adapters.found import adapters_of, as_keyword
 from roomier.techniques.adapters.layers import Adapted, is_adapter
 from tests.adapters.models import MODELS, Adaptable, loss_of, make_transformer, token_batches
 
+pytestmark = pytest.mark.more
+
 MakeTrainer = Callable[..., Trainer]
 OPTIMIZER = {"name": "adamw", "lr": 1e-2}
 BASES = ["as_is", "int8", "nf4"]

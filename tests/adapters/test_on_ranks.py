@@ -117,11 +117,13 @@ def test_two_ranks_train_the_same_adapters_as_one_process(on_ranks: RankPool, st
     check(on_ranks, strategy, precision=precision)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("bert", marks=SLOW)])
 def test_models_of_transformers(on_ranks: RankPool, kind: str) -> None:
     check(on_ranks, "zero3", kind=kind)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("ddp", marks=SLOW), pytest.param("zero2", marks=SLOW)])
 def test_with_accumulated_gradients(on_ranks: RankPool, strategy: str) -> None:
     check(on_ranks, strategy, accumulate=2)
@@ -132,10 +134,12 @@ def test_quantized_frozen_weights_with_ddp(on_ranks: RankPool, base: str) -> Non
     check(on_ranks, "ddp", base=base)
 
 
+@pytest.mark.more
 def test_float32_adapters_with_sharded_16_bit_weights(on_ranks: RankPool) -> None:
     check(on_ranks, "zero3", half=True, precision="bf16-mixed")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_model_on_meta_with_the_weights_of_a_file(on_ranks: RankPool, strategy: str, tmp_path: Path) -> None:
     plain = make_gpt()
@@ -168,6 +172,7 @@ def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
     return same, all(bool(each.any()) for name, each in state.items() if name.endswith("lora_B"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("optimizer", "compression"), [("adamw", "powersgd"), ("onebit_adam", "none")])
 def test_with_compressed_gradients(on_ranks: RankPool, optimizer: str, compression: str) -> None:
     assert on_ranks(2, trained_compressed, optimizer, compression) == [(True, True)] * 2

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import roomier
 from roomier.core.errors import DataError, RoomierError
 
+pytestmark = pytest.mark.more
+
 SAMPLES = TensorDataset(torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
 
 

@@ -10,6 +10,8 @@ from roomier import checkpoint
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError
 
+pytestmark = pytest.mark.more
+
 WIDE = 6000  # a checkpoint of a Net with this width has half a MiB
 
 

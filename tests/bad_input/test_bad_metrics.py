@@ -7,6 +7,8 @@ import roomier
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
 from roomier.core.errors import CheckpointError, RoomierError
 
+pytestmark = pytest.mark.more
+
 
 def logging(*args, **kwargs):
     """Return a training_step that logs values and returns a finite loss."""

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import roomier
 from roomier.core.errors import PlanError, RoomierError, TrainingError
 
+pytestmark = pytest.mark.more
+
 STRANGER = nn.Linear(2, 2)  # a model without training
 
 

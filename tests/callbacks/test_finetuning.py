@@ -164,6 +164,7 @@ def save_straight_and_resumed(root: Path, devices: int, strategy: str) -> None:
     fit(root, strategy=strategy, devices=devices, path=root / "half")[1].save_checkpoint(root / "resumed")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_unfrozen_parameters_are_trained_on_all_ranks(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
     fit(tmp_path)[1].save_checkpoint(tmp_path / "one")

@@ -274,12 +274,14 @@ def default_callbacks_on_ranks(root: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.more
 def test_all_ranks_add_the_same_default_callbacks(on_ranks: RankPool, tmp_path: Path) -> None:
     for writing, made in on_ranks(2, default_callbacks_on_ranks, tmp_path):
         assert writing == []
         assert len(made) == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_forecast_is_compared_with_the_rank_of_the_highest_peak(
     on_ranks: RankPool, tmp_path: Path, strategy: str

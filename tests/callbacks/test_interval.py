@@ -101,6 +101,7 @@ def saver_paths(saver: ModelCheckpoint) -> set[str]:
     return saver._ledger.paths
 
 
+@pytest.mark.more
 def test_ranks_with_different_clocks_save_at_the_same_steps(on_ranks: RankPool, tmp_path: Path) -> None:
     steps = on_ranks(2, save_by_time, tmp_path)
     assert steps[0] == steps[1]

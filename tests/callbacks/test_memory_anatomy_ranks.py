@@ -15,6 +15,8 @@ from roomier.memory import anatomy
 from roomier.models.gpt import GPT, GPTConfig
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 TOKENS = torch.arange(64).view(4, 16) % 101
 
 

@@ -249,6 +249,7 @@ def break_off(root: Path, strategy: str) -> str:
     return "no error"
 
 
+@pytest.mark.more
 def test_each_failed_rank_saves_without_waiting(on_ranks: Any, tmp_path: Path) -> None:
     assert "rank 1 fails" in on_ranks(2, break_off, tmp_path, "ddp")[1]
     names = sorted(path.name for path in (tmp_path / "e").iterdir())

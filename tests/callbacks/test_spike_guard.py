@@ -341,6 +341,7 @@ def fit_across_an_unfreeze(root: Path, strategy: str, action: str) -> None:
     trainer.save_checkpoint(root / action)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_rollback_across_an_unfreeze_on_ranks(on_ranks: Any, tmp_path: Path, strategy: str, capsys: Any) -> None:

@@ -207,6 +207,7 @@ def fit_with_failing_statistics(root: Path, strategy: str) -> None:
     trainer.fit(model, DataLoader(FailsInStatistics(), batch_size=2))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_failure_in_the_statistics_of_one_rank_ends_all_ranks(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
     with pytest.raises(RankFailed, match="a DataLoader worker exited") as caught:

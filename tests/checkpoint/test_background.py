@@ -151,6 +151,7 @@ def fail_in_background(folder: Path, failing: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_in_the_background_is_raised_on_all_ranks(tmp_path: Path, on_ranks: RankPool, failing: int) -> None:
     checkpoint.save(tmp_path / "c", state_of(1))
@@ -176,6 +177,7 @@ def save_in_background_until_killed(folder: Path, victim: int, after_s: float) -
                 threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_during_a_background_save_leaves_the_last_checkpoint(
     tmp_path: Path, on_ranks: RankPool, victim: int

@@ -159,6 +159,7 @@ def test_an_interrupted_removal_leaves_no_checkpoint_at_the_path(tmp_path, monke
     assert checkpoint.find_last(tmp_path) is None
 
 
+@pytest.mark.more
 def test_leftovers_of_dead_processes_are_cleared_and_folders_of_live_processes_remain(tmp_path):
     living = subprocess.Popen(["sleep", "60"])
     try:
@@ -183,6 +184,7 @@ def test_leftovers_of_dead_processes_are_cleared_and_folders_of_live_processes_r
         living.wait()
 
 
+@pytest.mark.more
 def test_a_reused_process_id_does_not_keep_a_stale_folder(tmp_path):
     folder_older_than_the_process = Path(os.__file__).parent
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -194,6 +196,7 @@ def test_a_reused_process_id_does_not_keep_a_stale_folder(tmp_path):
     assert (stale, live) == (True, False)
 
 
+@pytest.mark.more
 def test_a_zombie_process_counts_as_dead(tmp_path):
     with subprocess.Popen(["true"]) as process:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:

@@ -129,6 +129,7 @@ def save_alone(path: Path, step: int) -> None:
     checkpoint.save(path, {"progress": {"global_step": step}}, Ranks())
 
 
+@pytest.mark.more
 def test_two_processes_that_share_a_folder(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_many, tmp_path, 10)
     numbers = numbers_in(tmp_path)

@@ -31,6 +31,8 @@ from roomier.checkpoint import TensorSpec
 from roomier.checkpoint.reading import Piece, check_pieces
 from roomier.core.errors import CheckpointError, RoomierError
 
+pytestmark = pytest.mark.more
+
 torchmetrics = pytest.importorskip("torchmetrics")
 
 Json = Any

@@ -111,6 +111,7 @@ def assert_each_element_is_stored_once(path: Path) -> None:
             assert size == tensors[key].numel(), name
 
 
+@pytest.mark.more
 def test_replicated_shards_are_written_in_turns(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(4, save_sharded, tmp_path / "c", "hsdp")
     writers = {path.name.split("-")[1] for path in (tmp_path / "c").glob("*.safetensors")}
@@ -124,6 +125,7 @@ def save_with_a_tensor_of_rank_0_only(path: Path) -> None:
     checkpoint.save(path, {"callbacks": {"mine": own, "averaged": weights}})
 
 
+@pytest.mark.more
 def test_a_tensor_of_rank_0_only_does_not_change_the_writers_of_other_tensors(
     tmp_path: Path, on_ranks: RankPool
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_tensor_of_rank_0_only_does_not_change_the_writers_of_other_tensors(
     assert stored["averaged"]["a"].tolist() == stored["averaged"]["b"].tolist() == [1, 1]
 
 
+@pytest.mark.more
 def test_files_of_a_rank_stay_small(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_many_small_files, tmp_path / "c")
     names = sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
@@ -154,6 +157,7 @@ def load_damaged(folder: Path) -> None:
     assert f"Use {str(folder / 'a')!r}, the newest valid checkpoint next to it" in messages[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
 def test_a_damaged_file_is_reported_on_all_ranks(tmp_path: Path, on_ranks: RankPool, harm: str) -> None:
     on_ranks.each(2, save_sharded, [(tmp_path / name, "sharded") for name in "ab"])
@@ -187,6 +191,7 @@ def count_verified(path: Path) -> list[int]:
     return [file.name for file in seen]
 
 
+@pytest.mark.more
 def test_verification_is_shared_among_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(4, save_sharded, tmp_path / "c", "sharded")
     seen = [name for names in on_ranks(2, count_verified, tmp_path / "c") for name in names]
@@ -240,6 +245,7 @@ def save_on_one_rank_only(path: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.more
 def test_a_save_on_one_rank_of_a_group_is_rejected(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_on_one_rank_only, tmp_path / "c")
     assert os.listdir(tmp_path) == []
@@ -253,6 +259,7 @@ def save_one_twice(path: Path) -> None:
         checkpoint.save(path, {"m": state})
 
 
+@pytest.mark.more
 def test_a_tensor_written_twice_does_not_replace_a_missing_tensor(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_one_twice, tmp_path / "c")
     assert os.listdir(tmp_path) == []

@@ -11,6 +11,8 @@ from lightning.pytorch.cli import LightningCLI
 import roomier
 from roomier.cli.main import main
 
+pytestmark = pytest.mark.more
+
 MODULE = """
 import lightning.pytorch as pl
 import torch

@@ -7,6 +7,8 @@ from torch import nn
 import roomier
 from roomier.core.errors import DataError
 
+pytestmark = pytest.mark.more
+
 
 class Dataset:
     """The parts of datasets.Dataset because of which it resembles a loader: iteration and a length."""

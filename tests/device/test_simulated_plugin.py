@@ -14,6 +14,8 @@ from roomier.bench.gpu.parts import PARTS
 from tests.device.test_real_device import LEVERS
 from tests.simulator.build import missing_requirement
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "simulator" / "plugin"  # declares an entry point that torch calls when it is imported
 

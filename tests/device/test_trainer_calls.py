@@ -80,6 +80,7 @@ def train_on_gathered_batches(folder: Path) -> tuple[float, list[str]]:
     return difference(found[DEVICE], found["cpu"]), simulated.races()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST", "IMMEDIATE"])
 def test_gathered_batches(on_simulated: SimulatedRanks, tmp_path: Path, schedule: str) -> None:
     for relative, races in on_simulated(2, train_on_gathered_batches, tmp_path, schedule=schedule):
@@ -117,6 +118,7 @@ def plan_and_fit(folder: Path) -> tuple[int, float, int, list[str]]:
     return trainer.plan.batch.accumulate_grad_batches, relative, peak, simulated.races()
 
 
+@pytest.mark.more
 def test_auto_finds_a_plan_that_fits_the_device(on_simulated: SimulatedRanks, tmp_path: Path) -> None:
     (large,) = on_simulated(1, plan_and_fit, tmp_path)
     limit = int(0.9 * large[2])

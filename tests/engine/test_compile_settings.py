@@ -12,6 +12,8 @@ import roomier
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan, plan_from_flags
 
+pytestmark = pytest.mark.more
+
 
 class Blocks(roomier.Module):
     def __init__(self) -> None:

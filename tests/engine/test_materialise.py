@@ -145,6 +145,7 @@ def hugging_face_models() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.more
 def test_models_of_hugging_face_initialize_their_weights(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, hugging_face_models)
     for name in ("gpt2", "llama", "bert"):
@@ -213,6 +214,7 @@ def error_of_half_written() -> str:
     return "no error"
 
 
+@pytest.mark.more
 def test_a_tensor_without_values_on_one_rank_is_rejected_on_all(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_half_written)
     assert first == second
@@ -302,6 +304,7 @@ def error_of_hidden_network() -> str:
     return "no error"
 
 
+@pytest.mark.more
 def test_parameters_outside_the_model_are_rejected(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_hidden_network)
     assert first == second
@@ -377,6 +380,7 @@ def resumed(folder: Path, num_ranks: int) -> bool:
     return all(torch.equal(ours[name], each) for name, each in theirs.items())
 
 
+@pytest.mark.more
 def test_a_model_on_meta_resumes(on_ranks: RankPool, tmp_path: Path) -> None:
     assert resumed(tmp_path / "one", 1)
     assert on_ranks(2, resumed, tmp_path / "two", 2) == [True, True]

@@ -99,5 +99,6 @@ def test_a_rank_holds_its_shards_and_a_few_tensors(
     assert max(peaks) < bound
 
 
+@pytest.mark.more
 def test_the_measurement_includes_a_full_model(on_ranks: RankPool) -> None:
     assert min(on_ranks(2, peak_growth_mib, "real", None)) > MODEL_MIB

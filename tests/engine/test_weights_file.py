@@ -210,6 +210,7 @@ def fit_from(folder: Path, num_ranks: int, path: Path, **arguments: Any) -> dict
     return module.first
 
 
+@pytest.mark.more
 def test_fit_accepts_files_and_checkpoints(tmp_path: Path, on_ranks: RankPool) -> None:
     torch.manual_seed(5)
     module = Classifier()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_script.py"
 
 

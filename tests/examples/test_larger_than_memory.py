@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
 
 

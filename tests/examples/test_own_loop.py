@@ -4,6 +4,10 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.more
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 

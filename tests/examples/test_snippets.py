@@ -8,6 +8,8 @@ import pytest
 
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 FOLDER = Path(__file__).parents[2] / "examples" / "snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
 REQUIRES_RANKS = ("sharded",)

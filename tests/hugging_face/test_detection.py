@@ -14,6 +14,8 @@ from roomier.api.forward import ForwardModule
 from roomier.api.pretrained_loss import num_objects, weights_classes
 from tests.hugging_face.small import transformers
 
+pytestmark = pytest.mark.more
+
 Batch = dict[str, Any]
 SIZES = ((1, 4), (2,), (0, 3))  # number of objects in each sample of each micro-batch
 LR = 1e-5

@@ -164,6 +164,7 @@ def test_ranks_with_different_numbers_of_tokens_equal_one_process(
     check_on_ranks(on_ranks, make_trainer, tmp_path, ["llama", "whisper"], "ddp")
 
 
+@pytest.mark.more
 def test_sharded_model_with_a_scalar_parameter_equals_one_process(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:

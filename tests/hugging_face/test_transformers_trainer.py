@@ -13,6 +13,8 @@ from torch.utils.data import SequentialSampler
 from roomier import Trainer
 from tests.hugging_face.models import KINDS, transformers
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("accelerate")
 
 LR, DECAY = 1e-2, 0.1

@@ -16,6 +16,8 @@ from tests.activation.steps import use_no_cache
 from tests.hugging_face.models import KINDS, VOCABULARY, transformers
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 MakeTrainer = Callable[..., Trainer]
 ADAMW = {"name": "adamw", "lr": 1e-3}
 

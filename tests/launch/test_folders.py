@@ -15,6 +15,8 @@ from roomier.launch import command
 from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
 
+pytestmark = pytest.mark.more
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 

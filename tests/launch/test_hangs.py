@@ -96,6 +96,7 @@ def test_a_rank_that_hangs_is_reported_and_the_run_ends(outcomes: dict[str, Outc
     check_end(name, outcomes[name])
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stopped 0", "deadlock 0"])
 def test_rank_0_that_hangs_is_reported_and_the_run_ends(more_outcomes: dict[str, Outcome], name: str) -> None:
@@ -131,6 +132,7 @@ def check_end(name: str, outcome: Outcome) -> None:
     assert "steps" not in outcome.stdout
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["slow hook 0"]
@@ -142,6 +144,7 @@ def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(more_outcomes
     assert outcome.stdout.count("steps 6") == 2
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_makes_progress_again_does_not_end_the_run(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["slow step 1"]

@@ -77,6 +77,7 @@ def hang_while_the_ranks_connect(root: Path, rank: int) -> str:
     return fit(root, [])
 
 
+@pytest.mark.more
 def test_ranks_end_if_the_process_group_is_not_created_in_time(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         on_ranks(3, hang_while_the_ranks_connect, tmp_path, 1, joins=False)
@@ -112,6 +113,7 @@ def fit_with_few_open_files(root: Path) -> str:
     return fit(root, [])
 
 
+@pytest.mark.more
 def test_a_limit_on_open_files_is_an_error_that_names_the_limit(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"ulimit -n=20: is too small a limit.*Run `ulimit -n 1024` before"):
         on_ranks(2, fit_with_few_open_files, tmp_path, joins=False)

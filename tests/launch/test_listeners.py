@@ -20,6 +20,8 @@ from roomier.core.world import World
 from roomier.launch.meet import open_store
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 
 @dataclass(frozen=True)
 class Socket:

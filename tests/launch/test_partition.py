@@ -16,7 +16,7 @@ from roomier.launch.environment import RANK_VARIABLES
 TRAIN = str(Path(__file__).parent / "programs" / "train.py")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.more, pytest.mark.slow]
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:

@@ -161,6 +161,7 @@ def test_only_the_traceback_of_the_failed_rank_is_printed(outcomes: dict[str, Ou
     check_failure(name, outcomes[name])
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK])
 def test_only_one_traceback_of_several_or_late_failures_is_printed(
@@ -190,6 +191,7 @@ def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL (often because the")
 
 
+@pytest.mark.more
 def test_a_rank_without_memory_ends_the_run(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["step starves 1"]
     assert outcome.code == 1
@@ -199,6 +201,7 @@ def test_a_rank_without_memory_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, so the run ended"
 
 
+@pytest.mark.more
 def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["step vanishes 0"]
     assert outcome.code == 1
@@ -207,6 +210,7 @@ def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(outcomes: dic
     assert "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete" in outcome.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["step killed 1", "step vanishes 0"])
 def test_the_other_ranks_print_no_cpp_frames(outcomes: dict[str, Outcome], name: str) -> None:
     assert "frame #" not in outcomes[name].stderr
@@ -222,6 +226,7 @@ def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str
     )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["start killed 1"]
@@ -242,6 +247,7 @@ def test_a_process_that_ends_with_code_0_in_a_step_is_reported(more_outcomes: di
     )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_rank_that_exits_with_code_0_is_reported(more_outcomes: dict[str, Outcome], rank: int) -> None:
@@ -253,6 +259,7 @@ def test_a_single_rank_that_exits_with_code_0_is_reported(more_outcomes: dict[st
     assert outcome.stderr.count(text) == 1
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_run_has_the_nonzero_exit_code_of_a_rank(more_outcomes: dict[str, Outcome], rank: int) -> None:
@@ -294,6 +301,7 @@ def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
     assert outcome.stderr.splitlines()[-1] == f"roomier: rank 1 was terminated by SIGKILL ({reason}), so the run ended"
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_does_not_join_is_reported(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["start sleeps 1"]

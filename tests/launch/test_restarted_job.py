@@ -147,6 +147,7 @@ def test_only_the_same_job_resumes(on_ranks: RankPool, tmp_path: Path, capfd: py
     assert len(list((tmp_path / "runs").glob("version_*"))) == 3
 
 
+@pytest.mark.more
 def test_a_script_with_two_fits_resumes_the_interrupted_one(
     on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_script_with_two_fits_resumes_the_interrupted_one(
     assert "version_1" in lines[1]
 
 
+@pytest.mark.more
 def test_a_number_of_ranks_that_does_not_divide_the_batch_is_rejected(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         on_ranks(2, train, tmp_path, "job", 4, 1, (0, 5))

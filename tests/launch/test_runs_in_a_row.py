@@ -125,6 +125,7 @@ def fit_different_models(root: Path) -> None:
     trainer_of(root, "zero2", 2).fit(Model(width=8 + dist.get_rank()), BATCHES)
 
 
+@pytest.mark.more
 def test_different_models_on_the_ranks_are_reported(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 built a different model than rank 0\. 6 tensors differ"):
         on_ranks(2, fit_different_models, tmp_path)

@@ -16,9 +16,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm_train.sh"
 PROGRAM = Path(__file__).parent / "programs" / "slurm_job.py"
 HERE = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
-pytestmark = pytest.mark.skipif(
-    not (PROGRAMS / "sbin").is_dir(), reason="SLURM is not available. On Debian, `make slurm` unpacks it"
-)
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(
+        not (PROGRAMS / "sbin").is_dir(), reason="SLURM is not available. On Debian, `make slurm` unpacks it"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from roomier.core.errors import CheckpointError
 from roomier.launch.environment import RANK_VARIABLES
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 BATCHES = [torch.full((2, 4), number / 8) for number in range(8)]
 
 

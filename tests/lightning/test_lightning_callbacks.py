@@ -19,6 +19,8 @@ from roomier.trainer.lightning import callbacks as lightning_callbacks
 from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import pl
 
+pytestmark = pytest.mark.more
+
 NAMES = [name for name in pl.callbacks.__all__ if name not in ("Callback", "Checkpoint", "BasePredictionWriter")]
 
 

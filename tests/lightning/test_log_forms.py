@@ -14,6 +14,8 @@ import roomier
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
+pytestmark = pytest.mark.more
+
 MOMENTS = (
     "on_train_batch_end",
     "on_train_epoch_end",

@@ -16,6 +16,8 @@ from roomier.checkpoint import load_module, peek
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
+pytestmark = pytest.mark.more
+
 Lightning = pl.Trainer
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from roomier import Trainer
 
+pytestmark = pytest.mark.more
+
 
 class Line(pl.LightningModule):
     def __init__(self) -> None:

@@ -15,6 +15,8 @@ from roomier import Trainer
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
+pytestmark = pytest.mark.more
+
 NUM_SAMPLES = 12
 HOOKS = (
     *("fit_start", "fit_end", "sanity_check_start", "sanity_check_end"),

@@ -194,6 +194,7 @@ def gathered_gradient(folder: Path) -> torch.Tensor:
     return before - module.net.weight.detach()
 
 
+@pytest.mark.more
 def test_gradients_propagate_through_all_gather(on_ranks, tmp_path):
     """Return the mean over ranks of the gradient of a product of two values, each of which depends on the batch of one
     rank."""
@@ -219,5 +220,6 @@ def log_in_part(folder: Path) -> None:
         trainer.fit(Logs(), DataLoader(list(torch.ones(8, 4)), batch_size=2))
 
 
+@pytest.mark.more
 def test_group_of_some_ranks_is_rejected(on_ranks, tmp_path):
     on_ranks(2, log_in_part, tmp_path)

@@ -13,6 +13,8 @@ from roomier import RoomierError, Trainer
 from tests.lightning.modules import Regression, pl, samples
 from tests.lightning.rows import run_with
 
+pytestmark = pytest.mark.more
+
 
 class Grows(Regression):
     """Module whose number of batches increases with the epoch."""

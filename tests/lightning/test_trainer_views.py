@@ -16,6 +16,8 @@ from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl
 from tests.lightning.rows import run_with
 
+pytestmark = pytest.mark.more
+
 
 def loop_values(trainer: Any) -> dict[str, Any]:
     loop = trainer.fit_loop

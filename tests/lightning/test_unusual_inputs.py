@@ -19,6 +19,8 @@ from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl, samples
 from tests.lightning.rows import run_with
 
+pytestmark = pytest.mark.more
+
 
 class Restarts:
     """An iterator that restarts when ``iter`` is called."""

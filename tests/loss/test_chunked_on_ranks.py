@@ -97,6 +97,7 @@ def run_trainer(num_ranks: int, strategy: str, chunked_loss: int | bool) -> tupl
     return measured, torch.cat(predicted), whole_weights(module)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_trainer_evaluates_and_predicts(on_ranks: RankPool, strategy: str) -> None:
     measured, predicted, weights = on_ranks(2, run_trainer, 2, strategy, 5)[0]

@@ -1,9 +1,13 @@
 """Sharded models of Hugging Face with a chunked loss."""
 
+import pytest
+
 from tests.loss.test_chunked_on_ranks import Chunked
 from tests.parallel.parity import distance, train_bare, train_on_ranks
 from tests.parallel.test_transformers import GPT2, T5, FromConfig, Llama
 from tests.ranks.pool import RankPool
+
+pytestmark = pytest.mark.more
 
 
 def test_models_train_as_in_one_process(on_ranks: RankPool) -> None:

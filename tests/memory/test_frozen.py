@@ -163,6 +163,7 @@ def test_frozen_first_blocks_save_no_activations() -> None:
     assert kept(2) < 0.7 * kept(0)
 
 
+@pytest.mark.more
 def test_only_adapters_have_states(on_ranks: RankPool) -> None:
     plan, module = make_plan("single", 1, base="as_is"), Model()
     engine, _ = tracked(plan, module, Ranks())

@@ -208,6 +208,7 @@ def peaks_of_scales(strategy: str) -> tuple[int, int]:
     return tracker.peak(MODEL_STATES).total(MODEL_STATES), formula.peak.total()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_blocks_of_norms_and_frozen_layers(on_ranks: RankPool, strategy: str) -> None:
     for measured, formula in on_ranks(2, peaks_of_scales, strategy):

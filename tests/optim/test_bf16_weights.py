@@ -195,6 +195,7 @@ def test_a_resume_is_bit_identical(
         assert list(differing(ours[section], theirs[section], section)) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_one_rank_resumes_two_ranks_bit_for_bit(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     begun = on_ranks(2, train, tmp_path / "a", strategy, 2, 4, OPTIMIZERS[0])[0]

@@ -210,6 +210,7 @@ def loaded_and_read_back(states: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("numbers", "at"), covering([(4, 2), (2, 4), (3, 1), (1, 3)], [4, 10]))
 def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, numbers: tuple[int, int], at: int) -> None:
     saved_on, loaded_on = numbers
@@ -255,6 +256,7 @@ def steps_of_odd_parameters() -> list[bool]:
     return [torch.equal(each, was) for each, was in zip(parameters, before, strict=True)]
 
 
+@pytest.mark.more
 def test_parameters_of_all_kinds(on_ranks: RankPool) -> None:
     assert on_ranks(2, steps_of_odd_parameters) == [[False, False, False, True, True]] * 2
 

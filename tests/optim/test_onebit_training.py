@@ -232,6 +232,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
                 assert torch.equal(weights[name], weight), (stop, name)
 
 
+@pytest.mark.more
 def test_a_run_resumes_with_the_other_strategy_and_other_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
     on_ranks(2, fit, tmp_path, "ddp", 2, 10)
     first, second = on_ranks(2, fit, tmp_path, "zero1", 2, 14, ckpt_path=str(tmp_path / "step10"))

@@ -73,6 +73,7 @@ def build_own(strategy: str, kind: type[Own] = Own) -> str:
     return "built"
 
 
+@pytest.mark.more
 def test_bitsandbytes_is_rejected_if_parameters_are_sharded(on_ranks: RankPool) -> None:
     assert on_ranks(2, build_own, "ddp") == ["built"] * 2
     for said in on_ranks(2, build_own, "zero2"):

@@ -8,6 +8,8 @@ from tests.parallel.parity import Setup, distance, train_bare, train_on_ranks
 from tests.parallel.test_shapes import WIDTH, Mean, Regression, Residual
 from tests.ranks.pool import RankFailed, RankPool
 
+pytestmark = pytest.mark.more
+
 
 class Branching(Regression):
     """Network with three blocks. Some steps skip the second block."""

@@ -146,6 +146,7 @@ class AllInFirstStep(RoutedInLayers):
         return batch
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_other_gradients_on_a_rank_raise_on_all_ranks(on_ranks: RankPool, strategy: str, accumulate: int) -> None:
@@ -153,11 +154,13 @@ def test_other_gradients_on_a_rank_raise_on_all_ranks(on_ranks: RankPool, strate
     check_raises(on_ranks, AllInFirstStep, setup, r"training_step=\['network.layers.\d.experts.\d.*")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_other_units_on_a_rank_raise_on_all_ranks(on_ranks: RankPool, strategy: str) -> None:
     check_raises(on_ranks, Routed, Setup(strategy, 2, clip=0.1), r"training_step=\['network.layers.0.experts.\d.*")
 
 
+@pytest.mark.more
 def test_other_gradients_in_a_replica_raise_on_all_ranks(on_ranks: RankPool) -> None:
     """The ranks of a replica have the same samples, so that only the reduction between replicas differs."""
     setup = Setup("hsdp", 4, shard_size=2, micro_batch=NUM_EXPERTS)

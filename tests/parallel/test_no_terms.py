@@ -15,6 +15,8 @@ from roomier.plan import Plan
 from roomier.techniques.optim.configured import Configured
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 
 class Masked(Module):
     def __init__(self) -> None:

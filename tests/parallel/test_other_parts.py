@@ -10,6 +10,8 @@ from torch import nn
 import roomier
 from tests.ranks.pool import RankFailed, RankPool
 
+pytestmark = pytest.mark.more
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -80,6 +80,7 @@ def test_powersgd_learns_almost_as_fast(on_ranks: RankPool, num_ranks: int) -> N
         assert all(torch.equal(other[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.more
 def test_higher_rank_reduces_the_error(on_ranks: RankPool) -> None:
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 3}
     options = [{}, *({**settings, "compression_rank": rank} for rank in (1, 12))]
@@ -125,6 +126,7 @@ class Wide(roomier.Module):
         return loss
 
 
+@pytest.mark.more
 def test_several_buckets_do_not_mix(on_ranks: RankPool) -> None:
     for one, other in zip(*on_ranks(2, learn_in_several_buckets, 30), strict=True):
         assert torch.equal(one, other)
@@ -191,6 +193,7 @@ ROUNDED = [("ddp", 2), ("zero2", 2), ("zero3", 1)]
 ROUNDED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 1), ("zero1", 2))]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "accumulate"), ROUNDED)
 def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name: str, accumulate: int) -> None:
     options = [{"name": name}, {"name": name, "reduce_dtype": "bf16"}]

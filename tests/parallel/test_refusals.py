@@ -13,6 +13,8 @@ from tests.parallel.parity import Batch, Setup, batches_of, engine_of
 from tests.parallel.test_shapes import WIDTH, Regression
 from tests.ranks.pool import RankFailed, RankPool
 
+pytestmark = pytest.mark.more
+
 SHARDED = ["zero1", "zero2", "zero3"]
 
 

@@ -129,6 +129,7 @@ def test_scalar_parameters_match_one_process(
     check(on_ranks, [*((task, setup) for task in TASKS), (Scalars, by_value), (Scalars, unused)])
 
 
+@pytest.mark.more
 def test_scalar_unused_on_some_or_all_ranks(on_ranks: RankPool) -> None:
     """If no rank uses the scalar, it has no gradient and the optimizer skips it, as in one process."""
     setup = Setup("zero3", 2, num_steps=8, micro_batch=1)

@@ -305,6 +305,7 @@ def test_every_structure_matches_one_process(on_ranks: RankPool, strategy: str, 
 BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTwice: 1e-5}
 
 
+@pytest.mark.more
 def test_structures_in_bf16_match_one_process(on_ranks: RankPool) -> None:
     """The test uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)

@@ -12,6 +12,8 @@ from tests.hugging_face.small import VOCABULARY, small
 from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 LENGTH = 8
 
 

@@ -28,6 +28,8 @@ from tests.activation.test_budget_ranks import make_ranks
 from tests.planner.test_confirm import flops_of, machine
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 LOST_NS = {Keep.INPUT: 30_000, Keep.PRODUCTS: 20_000, Keep.ALL: 0}
 TOLERANCE = 0.01
 

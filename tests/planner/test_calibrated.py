@@ -28,6 +28,8 @@ from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from tests.planner.page_examples import GIB, record
 
+pytestmark = pytest.mark.more
+
 PLAN = plan_from_flags(optimizer="adamw", accelerator="cpu")
 
 

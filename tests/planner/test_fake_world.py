@@ -28,6 +28,8 @@ from tests.planner.models import MODELS
 from tests.planner.test_dry_run import ALLOWED, plan_of
 from tests.planner.truth import measured_peak
 
+pytestmark = pytest.mark.more
+
 IDS = torch.tensor([[3, 1, 4], [1, 5, 9]])
 SHAPED_BY_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nonzero": lambda ids, x: (ids > 2).nonzero(),

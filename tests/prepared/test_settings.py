@@ -182,6 +182,7 @@ def check_ranks(on_ranks: RankPool, strategy: str, num_ranks: int, names: Iterab
         assert max(by_rank) <= bound_of(name, num_ranks), (loop, name)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "names"),
     [

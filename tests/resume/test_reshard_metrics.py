@@ -18,6 +18,8 @@ from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
 from tests.resume.reshard import GLOBAL_BATCH, NUM_SAMPLES, Classifier, Samples
 
+pytestmark = pytest.mark.more
+
 
 class Measured(Classifier):
     """Module with metrics over the sample ids: a mean, a maximum and a list."""

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 ENDS = ("O", "N", "F", "Cl", "C=O", "C(=O)O", "c1ccccc1", "S")
 SMILES = ["C" * length + end for length in range(1, 9) for end in ENDS]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.more, pytest.mark.filterwarnings("ignore")]
 
 
 def weight_like(smiles: str) -> list[float]:

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     import pandas as pd
     from pytorch_forecasting import QuantileLoss, TemporalFusionTransformer, TimeSeriesDataSet
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.more, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

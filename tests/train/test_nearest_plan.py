@@ -13,6 +13,8 @@ import roomier
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.more
+
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,

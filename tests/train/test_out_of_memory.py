@@ -196,6 +196,7 @@ def fit_on_ranks() -> None:
     trainer.fit(GreedyOnOneRank(), [BATCH] * 8)
 
 
+@pytest.mark.more
 def test_one_rank_reports_without_waiting_for_the_others(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed) as caught:
         on_ranks(2, fit_on_ranks)

@@ -12,6 +12,8 @@ import roomier
 from roomier.core.errors import RoomierError
 from roomier.train.predicting import roll_call
 
+pytestmark = pytest.mark.more
+
 X_NC = torch.arange(20.0).reshape(10, 2)
 
 

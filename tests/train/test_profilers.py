@@ -9,6 +9,8 @@ from torch import nn
 
 import roomier
 
+pytestmark = pytest.mark.more
+
 STEPS = 5
 
 

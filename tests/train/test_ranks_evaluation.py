@@ -109,6 +109,7 @@ def test_values_equal_one_rank(on_ranks, verb: str, size: int, num_samples: int)
     assert sum(number for _, _, number in of_ranks) == num_outputs
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_limit_counts_the_batches_of_all_ranks(on_ranks, strategy: str):
     (alone,), _, _ = evaluated("validate", "single", 1, 40, limit_val_batches=3)
@@ -133,6 +134,7 @@ def two_loaders(size: int) -> Any:
     return roomier.Trainer(**QUIET, **spread).validate(Measures(), loaders)
 
 
+@pytest.mark.more
 def test_several_loaders(on_ranks):
     alone = two_loaders(1)
     for each in on_ranks(2, two_loaders, 2):
@@ -230,6 +232,7 @@ def outputs_of_first_batch(num_samples: int) -> list[float]:
     return getattr(module, "shown", [])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("num_samples", [4, 12])  # 1 batch and 3 batches
 def test_every_rank_counts_its_batches_from_zero(on_ranks, num_samples: int):
     first, second = on_ranks(2, outputs_of_first_batch, num_samples)

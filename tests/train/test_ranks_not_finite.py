@@ -14,6 +14,8 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import TrainingError
 from tests.ranks.pool import RankFailed
 
+pytestmark = pytest.mark.more
+
 BAD_STEP = 2
 
 

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import roomier
 from roomier.core.errors import DataError
 
+pytestmark = pytest.mark.more
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

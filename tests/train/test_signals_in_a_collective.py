@@ -16,7 +16,10 @@ from roomier.run import signals
 from roomier.run.signals import GracefulStop
 from tests.ranks.pool import RankFailed, RankPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 
 def send_to_itself(num_signals: int) -> None:

@@ -15,6 +15,8 @@ import roomier
 from roomier.core import wire
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 
 def make_unpicklable() -> dict[str, Any]:
     def numbers() -> Iterator[int]:

@@ -1,0 +1,28 @@
+"""Each folder of tests has tests in ``make test``, which runs no test marked ``more`` or ``slow``."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FOLDERS = sorted({path.parent for path in TESTS.glob("*/test_*.py")} - {TESTS / "third_party"})
+
+
+def is_marked(node: ast.stmt) -> bool:
+    """Return True if ``node`` marks a test, or the tests of its file, with ``more`` or ``slow``."""
+    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
+    return any(ast.unparse(mark).endswith(("mark.more", "mark.slow")) for mark in marks)
+
+
+def is_in_make_test(path: Path) -> bool:
+    body = ast.parse(path.read_text()).body
+    if any(isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node) and is_marked(node) for node in body):
+        return False
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return any(not is_marked(function) for function in functions)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_each_folder_has_a_test_in_make_test(folder: Path) -> None:
+    assert any(map(is_in_make_test, folder.glob("test_*.py"))), f"{folder.name}: leave its strongest test unmarked"
