@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from roomier.api import provided as _provided
 from roomier.core import start_folder as start_folder  # recorded before the script changes the working directory
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ _HOMES = {
     "prepare": "roomier.prepared.prepare",
     "seed_everything": "roomier.core.device.rng",
 }
+
+_provided.homes.update(
+    load_module="roomier.checkpoint.module",
+    load_datamodule="roomier.checkpoint.module",
+    export_onnx="roomier.checkpoint.export.onnx",
+    export_torchscript="roomier.checkpoint.export.torchscript",
+)
 
 
 def __getattr__(name: str) -> Any:

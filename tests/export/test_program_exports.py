@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from roomier import Module, Trainer, checkpoint
-from roomier.api.exports import Exports
 from roomier.checkpoint.export.output_file import for_torch, replacing_file
 from roomier.checkpoint.export.plain import plain_model
 from roomier.checkpoint.export.torch_export import export_torch
@@ -97,7 +96,7 @@ def test_fitted_module_is_scripted(make_trainer: Callable[..., Trainer]) -> None
 def test_properties_of_module_are_not_compiled() -> None:
     properties = {name for cls in Module.__mro__ for name, each in vars(cls).items() if isinstance(each, property)}
 
-    assert properties - set(Exports.__jit_unused_properties__) == set()
+    assert properties - set(Module.__jit_unused_properties__) == set()
 
 
 def test_script_keeps_branches_and_incorrect_trace_is_rejected(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ ALLOWED = {
     ("planner/hardware/measuring.py", "result.read_text"): NEW,
     ("planner/hardware/rank_worker.py", "Path(settings['result']).write_text"): NEW,
     ("techniques/parallel/pages.py", "page.open"): "opens a page of a parameter, not a file",
-    ("prepared/storage.py", "torch.save"): OF_USER,
+    ("prepared/accelerator.py", "torch.save"): OF_USER,
     ("techniques/tiers/buffers.py", "mmap.mmap"): "anonymous memory",
     ("techniques/tiers/folder.py", "mounts.read_text"): "a file of the kernel",
     (

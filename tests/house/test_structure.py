@@ -6,9 +6,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
 
+import grimp
 import pytest
 import torch
 from torch import nn
@@ -125,6 +127,13 @@ def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
     late = found(imports_inside_functions, TREES)
     assert [each for each in late if not has_reason(each)] == []
     assert len(late) <= 57
+
+
+def test_no_circle_of_imports_exists_between_files() -> None:
+    """Imports under ``TYPE_CHECKING`` and in functions count. The CycleError lists the files of a circle."""
+    graph = grimp.build_graph("roomier")
+    modules = {name for name in graph.modules if not name.startswith("roomier.planner")}
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) & modules for name in modules}).prepare()
 
 
 def test_engine_rarely_compares_with_none() -> None:

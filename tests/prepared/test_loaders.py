@@ -188,8 +188,7 @@ def test_streams_and_divided_batches(on_ranks: RankPool) -> None:
 
 
 def test_batches_that_cannot_be_divided() -> None:
-    from roomier.prepared.accumulation import Accumulation
-    from roomier.prepared.loader import prepared_loader
+    from roomier.prepared.loader import Accumulation, prepared_loader
 
     ranks = object.__new__(Ranks)
     ranks.world = World(0, 2)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from roomier.api.hparams import HasHyperParameters
-from roomier.api.module import checkpoint_loaders
+from roomier.api.provided import provided
 from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class DataModule(HasHyperParameters):
         Example:
             >>> data = Numbers.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        load = checkpoint_loaders().load_datamodule
+        load = provided("load_datamodule")
         loaded: Self = load(cls, checkpoint_path, map_location, hparams_file=hparams_file, **kwargs)
         return loaded
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.api.exports import Exports
 from roomier.api.hparams import HasHyperParameters
 from roomier.api.loss_terms import count_loss_terms
 from roomier.api.module_hooks import ModuleHooks
+from roomier.api.provided import provided
 from roomier.core.all_gather import all_gather
 from roomier.core.errors import RoomierError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
 
-class Module(HasHyperParameters, Exports, ModuleHooks):
+class Module(HasHyperParameters, ModuleHooks):
     """Base class for models: an ``nn.Module`` that also contains the code that trains it.
 
     Define :meth:`training_step` and :meth:`configure_optimizers`, and pass an instance to ``Trainer.fit``. All other
@@ -63,6 +64,12 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     example_input_array: Any = None
     strict_loading: bool = True
     prepare_data_per_node: bool = True
+
+    # TorchScript compiles all properties of a class except those listed here, which an exported model does not need.
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
+        *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
+    ]
 
     # Methods that users define --------------------------------------------------------------------------------
 
@@ -451,21 +458,60 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Example:
             >>> model = Net.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        load = checkpoint_loaders().load_module
-        loaded: Self = load(cls, checkpoint_path, map_location, hparams_file=hparams_file, strict=strict, **kwargs)
+        loaded: Self = provided("load_module")(
+            cls, checkpoint_path, map_location, hparams_file=hparams_file, strict=strict, **kwargs
+        )
         return loaded
+
+    def to_onnx(self, file_path: str | Path | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export this module in evaluation mode as an ONNX file for any batch size.
+
+        The file is run with onnxruntime, and its outputs are compared with the outputs of the module.
+
+        Args:
+            file_path: path of the file; None returns the program without writing a file.
+            input_sample: input of ``forward``: a tensor, a tuple of the arguments, or a dict of keyword arguments.
+                Default: ``self.example_input_array``.
+            kwargs: arguments of ``torch.onnx.export``, and ``max_difference``: the largest allowed difference between
+                the outputs, relative to the largest value (default 1e-4).
+
+        Returns:
+            The ``torch.onnx.ONNXProgram``.
+
+        Raises:
+            RoomierError: a package is missing (``pip install "roomier[onnx]"``), the module cannot be exported, or the
+                outputs differ.
+        """
+        return provided("export_onnx")(self, file_path, input_sample, may_exist=True, **kwargs)
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: Literal["script", "trace"] = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> torch.jit.ScriptModule:
+        """Convert this module in evaluation mode to TorchScript.
+
+        Args:
+            file_path: path of the file; None returns the module without writing a file.
+            method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for
+                one input.
+            example_inputs: the inputs for ``"trace"``. Default: ``self.example_input_array``.
+            kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            RoomierError: the module cannot be converted, or the outputs of the converted module and of this module
+                differ.
+        """
+        scripted: torch.jit.ScriptModule = provided("export_torchscript")(
+            self, file_path, method=method, example_inputs=example_inputs, may_exist=True, **kwargs
+        )
+        return scripted
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of a module (EMA, pickles for workers) must not contain the Trainer.
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
-
-
-def checkpoint_loaders() -> Any:
-    """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
-    # Exception to the layers: ``load_from_checkpoint`` must be a method, but ``roomier.checkpoint`` implements it.
-    from roomier.checkpoint import module  # late import: a module of a higher layer
-
-    return module
 
 
 def _own_tensors(module: nn.Module) -> Iterable[Tensor]:

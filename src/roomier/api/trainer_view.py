@@ -15,7 +15,6 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
 if TYPE_CHECKING:
-    from roomier.api.callback import Callback
     from roomier.api.engine import Engine
     from roomier.api.logger import Logger
     from roomier.plan import Plan
@@ -257,8 +256,8 @@ class TrainerView(Protocol):
         """The plans that the planner compared for the last fit; None if the user specified the plan."""
 
     @property
-    def callbacks(self) -> Sequence[Callback]:
-        """All callbacks, in the order of their calls."""
+    def callbacks(self) -> Sequence[Any]:
+        """All callbacks (of roomier or of Lightning), in the order of their calls."""
 
     @property
     def checkpoint_callback(self) -> Any:

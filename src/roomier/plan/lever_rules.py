@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from roomier.core.errors import PlanError
-
-if TYPE_CHECKING:
-    from roomier.plan.plan import Plan
+from roomier.plan.parts import PlanParts
 
 KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
 """Optimizers that can store the low bits that bfloat16 weights lack."""
 
 
-def rounding_in_force(plan: Plan) -> str | None:
+def rounding_in_force(plan: PlanParts) -> str | None:
     """Return the rounding of bfloat16 weights. None if the plan has no such weights, or if the module creates its
     optimizer."""
     optimizer = plan.optimizer
@@ -23,12 +20,12 @@ def rounding_in_force(plan: Plan) -> str | None:
     return optimizer.weight_rounding or "split"
 
 
-def has_two_backwards(plan: Plan) -> bool:
+def has_two_backwards(plan: PlanParts) -> bool:
     """Return True if a step runs two backward passes: one for the norm of the gradients, and one for the updates."""
     return plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm
 
 
-def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
+def recompute_settings_have_their_policy(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of a different policy, a missing budget, and two budgets (in bytes and as a fraction)."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
@@ -47,7 +44,7 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("activation.policy", received, "requires exactly one budget, in bytes or as a fraction", action)
 
 
-def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
+def budget_can_be_measured(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a budget in combination with levers that change the activations that were measured in a step."""
     if plan.activation.policy != "budget":
         return
@@ -60,7 +57,7 @@ def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, "budget", problem, "Use 'full', or remove one of the two settings")
 
 
-def settings_have_their_lever(plan: Plan) -> Iterator[PlanError]:
+def settings_have_their_lever(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of the compiler or the chunked loss that have no effect."""
     compile = plan.compile
     for name in ("backend", "mode"):
@@ -75,7 +72,7 @@ def settings_have_their_lever(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("loss.chunk_tokens", plan.loss.chunk_tokens, problem, "Set loss.chunked to True, or remove it")
 
 
-def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
+def adapter_settings_have_adapters(plan: PlanParts) -> Iterator[PlanError]:
     """Reject adapter settings if ``lora_rank`` is None."""
     adapter = plan.adapter
     if adapter.lora_rank is not None:
@@ -93,7 +90,7 @@ def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
             yield PlanError(f"adapter.{name}", getattr(adapter, name), "has no effect without lora_rank", action)
 
 
-def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
+def rounding_is_of_bf16_weights(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a rounding setting if the weights are not bfloat16. Also reject bfloat16 weights that would silently lose
     updates."""
     optimizer, mode = plan.optimizer, plan.precision.mode
@@ -122,7 +119,7 @@ def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, value, problem, action)
 
 
-def low_bit_states_have_supported_weights(plan: Plan) -> Iterator[PlanError]:
+def low_bit_states_have_supported_weights(plan: PlanParts) -> Iterator[PlanError]:
     """Reject quantized states with float64 weights, because the states would limit the precision."""
     name, mode = plan.optimizer.name, plan.precision.mode
     if name in ("adamw8bit", "adamw4bit") and mode == "64-true":
@@ -130,7 +127,7 @@ def low_bit_states_have_supported_weights(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("optimizer.name", name, problem, "Use optimizer='adamw', or precision='32-true'")
 
 
-def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
+def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
     """Reject updates in backward that save no memory or cannot work."""
     way = plan.optimizer.step_in_backward
     if way == "none":
@@ -163,7 +160,7 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, way, problem, action)
 
 
-def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
+def quantized_base_is_unsharded(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a quantized base with sharded parameters, because quantized values cannot be sharded and cast like
     weights."""
     adapter, strategy = plan.adapter, plan.parallel.strategy
@@ -173,7 +170,7 @@ def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("adapter.frozen_base", adapter.frozen_base, problem, action)
 
 
-def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
+def kernel_is_of_the_device(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a kernel that the named device does not support. With ``accelerator="auto"``, ``build`` checks the
     kernel."""
     kernel, accelerator = plan.attention.kernel, plan.parallel.accelerator
@@ -183,7 +180,7 @@ def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("attention.kernel", kernel, f"is not available on {accelerator}", action)
 
 
-def unused_parameters_are_known_before_updates(plan: Plan) -> Iterator[PlanError]:
+def unused_parameters_are_known_before_updates(plan: PlanParts) -> Iterator[PlanError]:
     """Reject updates during backward or forward, and offloaded parameters, if ranks may skip units."""
     if not (plan.parallel.find_unused_parameters and plan.parallel.may_skip_units):
         return
@@ -200,7 +197,7 @@ def unused_parameters_are_known_before_updates(plan: Plan) -> Iterator[PlanError
             yield PlanError(field, value, problem, action)
 
 
-LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
+LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
     budget_can_be_measured,
     settings_have_their_lever,

@@ -6,13 +6,10 @@ levers. ``CONTRIBUTING.md`` describes how to add a lever.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roomier.plan.choices import CHOICES, SWITCHES, Choice, Kind
-from roomier.plan.parts import PARTS
-
-if TYPE_CHECKING:
-    from roomier.plan.plan import Plan
+from roomier.plan.parts import PARTS, AnyPlan, PlanParts
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,9 @@ class Lever:
     on: Any
     words: str
     row: str
-    text: "Callable[[Plan], str]"
+    text: Callable[[PlanParts], str]
     number: str = ""
-    conflict: "Callable[[Plan], str]" = lambda plan: ""
+    conflict: Callable[[PlanParts], str] = lambda plan: ""
     changes_output_layer: bool = False
     frees_gradients: bool = False
 
@@ -60,15 +57,15 @@ class Lever:
         """Return the label and the remark of the choice ``value``."""
         return CHOICES[self.field][value] if self.field in CHOICES else SWITCHES[self.field]
 
-    def value(self, plan: "Plan") -> Any:
+    def value(self, plan: PlanParts) -> Any:
         """Return the value of the field in ``plan``."""
         return _read(plan, self.field)
 
-    def is_used(self, plan: "Plan") -> bool:
+    def is_used(self, plan: PlanParts) -> bool:
         """Return True if ``plan`` uses the lever."""
         return bool(self.value(plan) != self.off)
 
-    def as_keyword(self, plan: "Plan") -> Any:
+    def as_keyword(self, plan: PlanParts) -> Any:
         """Return the keyword's value for the settings in ``plan``. The plan must use the lever."""
         number = _read(plan, self.number) if self.number else None
         if number is not None:
@@ -77,7 +74,7 @@ class Lever:
         return True if value == self.on else value
 
 
-def _chunks(plan: "Plan") -> str:
+def _chunks(plan: PlanParts) -> str:
     size = plan.loss.chunk_tokens
     return "chunks of 64 MiB of logits" if size is None else f"chunks of {size} tokens"
 
@@ -115,17 +112,17 @@ BY_PERMISSION = tuple(lever.keyword for lever in LEVERS if lever.must_be_allowed
 """Keywords of the levers that ``strategy="auto"`` uses only if the request allows them."""
 
 
-def used_levers(plan: "Plan") -> list[Lever]:
+def used_levers(plan: PlanParts) -> list[Lever]:
     """Return the levers that ``plan`` uses."""
     return [lever for lever in LEVERS if lever.is_used(plan)]
 
 
-def lever_that_frees_gradients(plan: "Plan") -> Lever | None:
+def lever_that_frees_gradients(plan: PlanParts) -> Lever | None:
     """Return the lever of ``plan`` that frees the gradients in backward; None if gradients exist after backward."""
     return next((lever for lever in used_levers(plan) if lever.frees_gradients), None)
 
 
-def without(plan: "Plan", levers: Sequence[Lever] = LEVERS) -> "Plan":
+def without(plan: AnyPlan, levers: Sequence[Lever] = LEVERS) -> AnyPlan:
     """Return ``plan`` with ``levers`` turned off."""
     for lever in levers:
         fields = [lever.field, lever.number] if lever.number else [lever.field]
@@ -135,7 +132,7 @@ def without(plan: "Plan", levers: Sequence[Lever] = LEVERS) -> "Plan":
     return plan
 
 
-def _read(plan: "Plan", field: str) -> Any:
+def _read(plan: PlanParts, field: str) -> Any:
     section, _, name = field.partition(".")
     return getattr(getattr(plan, section), name)
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.plan.levers import lever_that_frees_gradients
-from roomier.plan.parts import OffloadPlan
-
-if TYPE_CHECKING:
-    from roomier.plan.plan import Plan
+from roomier.plan.parts import AnyPlan, OffloadPlan, PlanParts
 
 _STATES = "offload.optimizer_states"
 _PARAMETERS = "offload.parameters"
 
 
-def without_host_tiers(plan: Plan, device_type: str) -> Plan:
+def without_host_tiers(plan: AnyPlan, device_type: str) -> AnyPlan:
     """Return ``plan`` without offloading of parameters and optimizer states to host memory if the device is a CPU.
 
     On a CPU, these tensors are already in host memory. A script that offloads them from a GPU can therefore be
@@ -41,7 +38,7 @@ def without_host_tiers(plan: Plan, device_type: str) -> Plan:
     return replace(plan, offload=replace(plan.offload, **changes))
 
 
-def update_mode(plan: Plan) -> str:
+def update_mode(plan: PlanParts) -> str:
     """Return the update mode of a plan that offloads optimizer states or parameters. ``"auto"`` selects a mode as
     follows.
 
@@ -60,14 +57,14 @@ def update_mode(plan: Plan) -> str:
     return "deferred" if waits or plan.offload.optimizer_states == "cpu" else "speculative"
 
 
-def offloading_is_supported(plan: Plan) -> Iterator[PlanError]:
+def offloading_is_supported(plan: PlanParts) -> Iterator[PlanError]:
     """Apply the rules of this file if the plan offloads tensors or contains a setting for offloading."""
     if plan.offload != OffloadPlan():
         for rule in OFFLOAD_RULES:
             yield from rule(plan)
 
 
-def offload_settings_have_a_tier(plan: Plan) -> Iterator[PlanError]:
+def offload_settings_have_a_tier(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of a tier that the plan does not use."""
     offload, default = plan.offload, OffloadPlan()
     if offload.folder is not None and not offload.uses_disk:
@@ -88,7 +85,7 @@ def offload_settings_have_a_tier(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("offload.update", offload.update, problem, action)
 
 
-def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
+def parameters_are_sharded_or_single(plan: PlanParts) -> Iterator[PlanError]:
     """Reject offloaded parameters with strategies that keep all parameters on each rank, with quantized frozen weights,
     and with compiled blocks."""
     tier, strategy = plan.offload.parameters, plan.parallel.strategy
@@ -107,7 +104,7 @@ def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(_PARAMETERS, tier, problem, action)
 
 
-def offloaded_updates_have_their_optimizer(plan: Plan) -> Iterator[PlanError]:
+def offloaded_updates_have_their_optimizer(plan: PlanParts) -> Iterator[PlanError]:
     """Reject offloading with 1-bit Adam, which updates all parameters together, and with levers that update in
     backward."""
     offload, lever = plan.offload, lever_that_frees_gradients(plan)
@@ -124,7 +121,7 @@ def offloaded_updates_have_their_optimizer(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(lever.field, lever.value(plan), problem, action)
 
 
-def speculation_has_reduced_gradients(plan: Plan) -> Iterator[PlanError]:
+def speculation_has_reduced_gradients(plan: PlanParts) -> Iterator[PlanError]:
     """Reject speculative updates if a gradient is not complete or can be infinite when a block finishes backward."""
     if plan.offload.update != "speculative":
         return
@@ -140,7 +137,7 @@ def speculation_has_reduced_gradients(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("offload.update", "speculative", problem, action)
 
 
-OFFLOAD_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
+OFFLOAD_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     offload_settings_have_a_tier,
     parameters_are_sharded_or_single,
     offloaded_updates_have_their_optimizer,

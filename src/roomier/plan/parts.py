@@ -6,9 +6,9 @@ unchanged, and the Plan reports the invalid values of all parts together.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import ClassVar, get_args, get_type_hints
+from typing import ClassVar, TypeVar, get_args, get_type_hints
 
 from roomier.plan.choices import canonical
 
@@ -377,22 +377,38 @@ class ChoicePlan(Part):
         return tuple(word.strip() for word in self.allowed.split(",") if word.strip())
 
 
-PARTS: dict[str, type[Part]] = {
-    part.SECTION: part
-    for part in (
-        ParallelPlan,
-        PrecisionPlan,
-        BatchPlan,
-        OptimizerPlan,
-        ActivationPlan,
-        OffloadPlan,
-        LossPlan,
-        AttentionPlan,
-        AdapterPlan,
-        CompilePlan,
-        ChoicePlan,
-    )
-}
+@dataclass(frozen=True)
+class PlanParts:
+    """The parts of a Plan. :class:`roomier.Plan`, which is derived from this class, also validates them.
+
+    Attributes:
+        parallel: devices, and distribution of the work across the devices.
+        precision: number formats of weights and matmuls.
+        batch: gradient accumulation and clipping.
+        optimizer: optimizer and schedule, selected by name.
+        activation: activations that are saved for backward.
+        offload: tensors that are moved from the device to other storage between their uses.
+        loss: computation of the loss of a language model.
+        attention: attention kernel.
+        adapter: low-rank adapters on a frozen model.
+        compile: compilation of blocks.
+        choice: limits for the planner.
+    """
+
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
+    precision: PrecisionPlan = field(default_factory=PrecisionPlan)
+    batch: BatchPlan = field(default_factory=BatchPlan)
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    activation: ActivationPlan = field(default_factory=ActivationPlan)
+    offload: OffloadPlan = field(default_factory=OffloadPlan)
+    loss: LossPlan = field(default_factory=LossPlan)
+    attention: AttentionPlan = field(default_factory=AttentionPlan)
+    adapter: AdapterPlan = field(default_factory=AdapterPlan)
+    compile: CompilePlan = field(default_factory=CompilePlan)
+    choice: ChoicePlan = field(default_factory=ChoicePlan)
+
+
+PARTS: dict[str, type[Part]] = get_type_hints(PlanParts)
 """Map from section names to parts, in the order in which a Plan lists the parts."""
 
 FIELDS: dict[str, dict[str, object]] = {
@@ -401,6 +417,8 @@ FIELDS: dict[str, dict[str, object]] = {
     for hints in [get_type_hints(part)]  # this call is slow, so it runs once per part
 }
 """Map from section names to field names, and from field names to annotated types."""
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanParts)
 
 
 def _fold(value: object, hint: object) -> object:

@@ -1,7 +1,7 @@
 """The Plan: one frozen value with all settings that affect the computation of a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING
 from roomier.core.errors import PlanError
 from roomier.plan import rules, text
 from roomier.plan.diff import Difference, differences
-from roomier.plan.parts import (
-    PARTS,
-    ActivationPlan,
-    AdapterPlan,
-    AttentionPlan,
-    BatchPlan,
-    ChoicePlan,
-    CompilePlan,
-    LossPlan,
-    OffloadPlan,
-    OptimizerPlan,
-    ParallelPlan,
-    PrecisionPlan,
-)
+from roomier.plan.parts import PARTS, PlanParts
 from roomier.plan.table import rich_table, table
 
 if TYPE_CHECKING:
@@ -30,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All settings that affect the computation of a run, as one frozen value.
+class Plan(PlanParts):
+    """All settings that affect the computation of a run, as one frozen value. :class:`PlanParts` lists its parts.
 
     A Plan is validated when it is created, and is compared and hashed by value. ``Plan()`` describes training in
     float32 on one device without any memory technique. ``dataclasses.replace`` creates a modified copy of a Plan and
@@ -42,35 +29,10 @@ class Plan:
         >>> print(plan)  # the table that fit prints
         >>> assert Plan.from_yaml(plan.to_yaml()) == plan
 
-    Attributes:
-        parallel: devices, and distribution of the work across the devices.
-        precision: number formats of weights and matmuls.
-        batch: gradient accumulation and clipping.
-        optimizer: optimizer and schedule, selected by name.
-        activation: activations that are saved for backward.
-        offload: tensors that are moved from the device to other storage between their uses.
-        loss: computation of the loss of a language model.
-        attention: attention kernel.
-        adapter: low-rank adapters on a frozen model.
-        compile: compilation of blocks.
-        choice: limits for the planner.
-
     Raises:
         PlanError: a field has an invalid type or value, a feature is not implemented, or fields are incompatible.
             Several errors are raised together as a ``CombinedPlanError``.
     """
-
-    parallel: ParallelPlan = field(default_factory=ParallelPlan)
-    precision: PrecisionPlan = field(default_factory=PrecisionPlan)
-    batch: BatchPlan = field(default_factory=BatchPlan)
-    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
-    activation: ActivationPlan = field(default_factory=ActivationPlan)
-    offload: OffloadPlan = field(default_factory=OffloadPlan)
-    loss: LossPlan = field(default_factory=LossPlan)
-    attention: AttentionPlan = field(default_factory=AttentionPlan)
-    adapter: AdapterPlan = field(default_factory=AdapterPlan)
-    compile: CompilePlan = field(default_factory=CompilePlan)
-    choice: ChoicePlan = field(default_factory=ChoicePlan)
 
     def __post_init__(self) -> None:
         rules.check(self)

@@ -8,7 +8,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from roomier.core.device.names import accelerator_of_torch
 from roomier.core.errors import CombinedError, PlanError, did_you_mean
@@ -17,12 +17,9 @@ from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.levers import BY_PERMISSION
 from roomier.plan.offload_rules import offloading_is_supported
-from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options, PlanParts
 
-if TYPE_CHECKING:
-    from roomier.plan.plan import Plan
-
-Rule = Callable[["Plan"], Iterator[PlanError]]
+Rule = Callable[[PlanParts], Iterator[PlanError]]
 
 
 class CombinedPlanError(CombinedError, PlanError):
@@ -54,7 +51,7 @@ def each_error(error: PlanError) -> tuple[PlanError, ...]:
     return error.errors if isinstance(error, CombinedPlanError) else (error,)
 
 
-def check(plan: "Plan") -> None:
+def check(plan: PlanParts) -> None:
     """Validate ``plan``.
 
     Raises:
@@ -215,7 +212,7 @@ def _is_plain(value: object) -> bool:
 # ---- combinations of fields ------------------------------------------------------------------------------------
 
 
-def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
+def single_has_one_rank(plan: PlanParts) -> Iterator[PlanError]:
     """Reject several devices or machines if the strategy supports only one rank."""
     parallel = plan.parallel
     for name, value in (("devices", parallel.devices), ("num_nodes", parallel.num_nodes)):
@@ -224,7 +221,7 @@ def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
             yield PlanError(f"parallel.{name}", value, "must be 1 with strategy 'single'", action)
 
 
-def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
+def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a shard size that does not divide the number of ranks, and a shard size without hsdp."""
     parallel = plan.parallel
     if parallel.strategy != "hsdp":
@@ -239,7 +236,7 @@ def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
 
 
-def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
+def mps_is_one_device(plan: PlanParts) -> Iterator[PlanError]:
     """Reject several ranks on mps, because torch has no collectives for mps."""
     if plan.parallel.accelerator == "mps" and plan.parallel.strategy != "single":
         problem = "requires several ranks, but mps supports only one"
@@ -247,7 +244,7 @@ def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.strategy", plan.parallel.strategy, problem, action)
 
 
-def communication_fits_the_strategy(plan: "Plan") -> Iterator[PlanError]:
+def communication_fits_the_strategy(plan: PlanParts) -> Iterator[PlanError]:
     """Reject gradient compression with strategies other than ddp, because other strategies use different collectives.
     Also reject sequential communication with strategies that do not shard parameters."""
     parallel = plan.parallel
@@ -261,7 +258,7 @@ def communication_fits_the_strategy(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.communication", parallel.communication, problem, action)
 
 
-def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
+def compression_settings_are_complete(plan: PlanParts) -> Iterator[PlanError]:
     """Reject compression settings without gradient compression. Also reject compression with precisions in which
     gradients can be infinite."""
     parallel = plan.parallel
@@ -281,7 +278,7 @@ def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Remove one of the two settings")
 
 
-def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
+def onebit_adam_sends_for_itself(plan: PlanParts) -> Iterator[PlanError]:
     """With 1-bit Adam, reject settings that change the gradients of a rank or that require reduced gradients."""
     if plan.optimizer.name != "onebit_adam":
         return
@@ -310,7 +307,7 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
-def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
+def float64_needs_hardware(plan: PlanParts) -> Iterator[PlanError]:
     """Reject float64 on mps, because mps does not support float64."""
     if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
         yield PlanError(
@@ -318,7 +315,7 @@ def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
         )
 
 
-def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
+def clipping_has_a_bound(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a clipping algorithm other than the default if clipping is disabled."""
     batch = plan.batch
     if batch.gradient_clip_val is None and batch.gradient_clip_algorithm != "norm":
@@ -327,7 +324,7 @@ def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("batch.gradient_clip_algorithm", batch.gradient_clip_algorithm, problem, action)
 
 
-def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
+def optimizer_settings_have_an_optimizer(plan: PlanParts) -> Iterator[PlanError]:
     """Reject optimizer settings if the plan names no optimizer, because the module then creates its own optimizer."""
     optimizer = plan.optimizer
     if optimizer.name is not None:
@@ -339,7 +336,7 @@ def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
             yield PlanError(f"optimizer.{name}", value, "has no effect without optimizer.name", action)
 
 
-def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
+def schedule_settings_have_a_schedule(plan: PlanParts) -> Iterator[PlanError]:
     """Reject schedule settings if no schedule is named, or if the named schedule does not use them."""
     optimizer = plan.optimizer
     if optimizer.warmup_steps > 0 and optimizer.schedule is None:
@@ -358,7 +355,7 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("optimizer.decay_steps", optimizer.decay_steps, problem, action)
 
 
-def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
+def allowances_are_of_auto(plan: PlanParts) -> Iterator[PlanError]:
     """Reject allowed choices that do not exist, and any allowed choices if the strategy is not ``"auto"``."""
     choice = plan.choice
     if not choice.words:

@@ -9,13 +9,12 @@ from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import used_levers
 from roomier.plan.offload_rules import update_mode
-from roomier.plan.parts import OffloadPlan
+from roomier.plan.parts import OffloadPlan, PlanParts
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from roomier.plan.parts import ActivationPlan, CompilePlan, ParallelPlan
-    from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
 _PART_COLUMNS = 16
@@ -41,7 +40,7 @@ class Row(NamedTuple):
 HEADER = ("part", "choice", "kind", "note")
 
 
-def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
+def rows(plan: PlanParts, facts: Mapping[str, str] | None = None) -> list[Row]:
     """Return the lines of the table in the order of the Plan, followed by ``facts``, which have no label."""
     parallel, precision = plan.parallel, plan.precision
     return [
@@ -60,7 +59,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
     ]
 
 
-def verdict(plan: "Plan") -> str:
+def verdict(plan: PlanParts) -> str:
     """Return a sentence that lists the rows that are not exact, or states that every choice is exact."""
     inexact = [f"{row.part} {row.choice} ({row.kind})" for row in rows(plan) if row.kind not in (Kind.EXACT, None)]
     if inexact:
@@ -68,7 +67,7 @@ def verdict(plan: "Plan") -> str:
     return "Every choice is exact: the same bits as a plain PyTorch loop."
 
 
-def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
+def table(plan: PlanParts, facts: Mapping[str, str] | None = None) -> str:
     """Return the table as plain text, at most 100 columns wide. The verdict follows the rows."""
     lines = rows(plan, facts)
     part_columns = min(_PART_COLUMNS, max(len(row.part) for row in lines))
@@ -84,7 +83,7 @@ def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
     return "\n".join([*text, *textwrap.wrap(verdict(plan), _NUM_COLUMNS)])
 
 
-def rich_table(plan: "Plan", facts: Mapping[str, str] | None = None) -> "Table":
+def rich_table(plan: PlanParts, facts: Mapping[str, str] | None = None) -> "Table":
     """Return the table for a rich console, with the verdict as its caption."""
     from rich.table import Table
     from rich.text import Text
@@ -130,7 +129,7 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
         yield Row("compression", words, *_label("parallel.gradient_compression", compression))
 
 
-def _precision_rows(plan: "Plan") -> Iterator[Row]:
+def _precision_rows(plan: PlanParts) -> Iterator[Row]:
     mode, rounding = plan.precision.mode, rounding_in_force(plan)
     if rounding is None:
         yield Row("precision", mode, *_label("precision.mode", mode))
@@ -143,7 +142,7 @@ def _precision_rows(plan: "Plan") -> Iterator[Row]:
     yield Row("weights", rounding, kind, note)
 
 
-def _batch_rows(plan: "Plan") -> Iterator[Row]:
+def _batch_rows(plan: PlanParts) -> Iterator[Row]:
     batch = plan.batch
     if batch.accumulate_grad_batches == 1:
         yield Row("accumulate", "none", Kind.EXACT)
@@ -176,7 +175,7 @@ def _compile_row(compile: "CompilePlan") -> Row:
     return Row("compile", settings or "on", *_switch_label("compile.enabled"))
 
 
-def _choice_rows(plan: "Plan") -> Iterator[Row]:
+def _choice_rows(plan: PlanParts) -> Iterator[Row]:
     choice = plan.choice
     if choice.memory_budget_bytes is not None:
         yield Row(
@@ -186,7 +185,7 @@ def _choice_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("auto may use", ", ".join(choice.words), None, "in addition to exact choices and strategies")
 
 
-def _lever_rows(plan: "Plan") -> Iterator[Row]:
+def _lever_rows(plan: PlanParts) -> Iterator[Row]:
     """Yield rows for options that most plans do not use."""
     for lever in used_levers(plan):
         choice = lever.choice(lever.value(plan))
@@ -202,7 +201,7 @@ def _lever_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
 
 
-def _offload_rows(plan: "Plan") -> Iterator[Row]:
+def _offload_rows(plan: PlanParts) -> Iterator[Row]:
     offload = plan.offload
     tiers = {name: getattr(offload, name) for name in ("optimizer_states", "parameters", "activations")}
     moved = {name: tier for name, tier in tiers.items() if tier != "none"}
@@ -221,7 +220,7 @@ def _offload_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("folder", offload.folder, None, "files of the disk tier")
 
 
-def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
+def _optimizer_rows(plan: PlanParts) -> Iterator[Row]:
     optimizer = plan.optimizer
     if optimizer.name is None:
         yield Row("optimizer", "of the module", Kind.EXACT, "from configure_optimizers")

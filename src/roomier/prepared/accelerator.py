@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,21 +19,25 @@ from roomier.core.device.memory import release_cached
 from roomier.core.device.resolve import resolve_device
 from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
+from roomier.core.log import notice
 from roomier.core.tree import map_tensors
 from roomier.engine.model_engine import ModelEngine
 from roomier.engine.prepared import build_prepared
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
 from roomier.plan.migrate.accelerate import MEMBERS, PRECISIONS
-from roomier.prepared.accumulation import Accumulation
-from roomier.prepared.loader import PreparedLoader, prepared_loader
+from roomier.prepared.loader import Accumulation, PreparedLoader, prepared_loader
 from roomier.prepared.model import PreparedModel
 from roomier.prepared.optimizer import PreparedOptimizer, PreparedScheduler
+from roomier.prepared.project import last_checkpoint, next_checkpoint, project_of, remove_oldest
+from roomier.prepared.saving import full_weights, load_loop, save_loop, write_file, write_weights
 from roomier.prepared.settings import plan_of
-from roomier.prepared.storage import Storage
-from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors
+from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors, padded, part_of_rank, reduced
+from roomier.prepared.trackers import NO_TRACKER, Trackers
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.techniques.precision.policy import precision_of, set_matmul_precision
+
+Function = Callable[..., Any]
 
 
 class UnsupportedMemberError(RoomierError, AttributeError):
@@ -40,7 +45,7 @@ class UnsupportedMemberError(RoomierError, AttributeError):
     alternative."""
 
 
-class Accelerator(Storage):
+class Accelerator:
     """Objects for a custom training loop, with the interface of ``accelerate.Accelerator``.
 
     In a script for Accelerate, replace the import and add a Plan. The Plan determines the strategy, the precision and
@@ -65,6 +70,10 @@ class Accelerator(Storage):
 
     Attributes:
         plan: the Plan of the loop.
+        ranks: all ranks.
+        device: device of this rank.
+        project_configuration: Accelerate's ``ProjectConfiguration``, or a :class:`roomier.prepared.project.Project`.
+            The ``iteration`` attribute of this object is the number of the next checkpoint with an automatic name.
 
     Raises:
         PlanError: a keyword is not supported or contradicts the plan, or the plan is not supported in a custom loop.
@@ -97,12 +106,12 @@ class Accelerator(Storage):
             given["gradient_accumulation_steps"] = gradient_accumulation_steps
         self.plan = plan_of(plan, given)
         wanted = self.plan.parallel
-        ranks = join(place(wanted.devices, wanted.num_nodes, present_launch()), resolve_device(wanted.accelerator).type)
+        world = place(wanted.devices, wanted.num_nodes, present_launch())
+        self.ranks = join(world, resolve_device(wanted.accelerator).type)
         mode = self.plan.precision.mode
-        project = keywords.get("project_config")
-        super().__init__(
-            ranks, usable_device(wanted.accelerator, mode), log_with=log_with, project_dir=project_dir, project=project
-        )
+        self.device = usable_device(wanted.accelerator, mode)
+        self.project_configuration = project_of(keywords.get("project_config"), project_dir)
+        self._trackers = Trackers(log_with, None if self.logging_dir is None else Path(self.logging_dir))
         set_matmul_precision(self.plan.precision.matmul)
         self._precision = precision_of(mode, self.device)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -113,7 +122,12 @@ class Accelerator(Storage):
             self.plan.batch.accumulate_grad_batches, bool(getattr(plugin, "sync_with_dataloader", True))
         )
         self._mover = BatchMover(self.device)
+        self._engines: list[ModelEngine] = []
         self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self._registered: list[Any] = []
+        self._is_triggered = False
 
     # Preparation --------------------------------------------------------------------------------------------------
 
@@ -144,7 +158,15 @@ class Accelerator(Storage):
             self._optimizers.append(done[id(each)])
         for each in args:
             if _is_new(each, LRScheduler, PreparedScheduler):
-                done[id(each)] = self._prepared_scheduler(each)
+                done[id(each)] = PreparedScheduler(
+                    each,
+                    self._optimizers,
+                    self._accumulation,
+                    num_processes=self.num_processes,
+                    steps_with_optimizer=self.step_scheduler_with_optimizer,
+                    splits_batches=self.split_batches,
+                )
+                self._schedulers.append(done[id(each)])
             elif _is_new(each, DataLoader, PreparedLoader):
                 done[id(each)] = self._prepared_loader(each)
                 self._loaders.append(done[id(each)])
@@ -212,18 +234,6 @@ class Accelerator(Storage):
         if not any(each is optimizer for each in owner.optimizers):
             owner.add_optimizer(optimizer)
         return owner
-
-    def _prepared_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        prepared = PreparedScheduler(
-            scheduler,
-            self._optimizers,
-            self._accumulation,
-            num_processes=self.num_processes,
-            steps_with_optimizer=self.step_scheduler_with_optimizer,
-            splits_batches=self.split_batches,
-        )
-        self._schedulers.append(prepared)
-        return prepared
 
     def _prepared_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         return prepared_loader(loader, self.ranks, self._move, self._accumulation, splits_batches=self.split_batches)
@@ -352,6 +362,335 @@ class Accelerator(Storage):
             return torch.autocast(self.device.type, enabled=False)
         return self._precision.forward_context()()
 
+    # Processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks."""
+        return self.ranks.world.size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self.ranks.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self.ranks.world.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several ranks."""
+        return not self.ranks.is_alone
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on the first rank of each machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    def on_main_process(self, function: Function | None = None) -> Function:
+        """Decorate ``function`` to run on rank 0 only. Other ranks return None."""
+        return self._only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Function | None = None) -> Function:
+        """Decorate ``function`` to run on the first rank of each machine only."""
+        return self._only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorate ``function`` to run on the last rank only."""
+        return self._only(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
+        """Decorate ``function`` to run on the rank ``process_index`` only."""
+        return self._only(lambda: self.process_index == process_index, function)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
+        """Decorate ``function`` to run on the rank ``local_process_index`` of each machine only."""
+        return self._only(lambda: self.local_process_index == local_process_index, function)
+
+    def _only(self, is_here: Callable[[], bool], function: Function | None) -> Function:
+        if function is None:
+            return partial(self._only, is_here)
+
+        @wraps(function)
+        def on_some(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if is_here() else None
+
+        return on_some
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Return a context that the other ranks enter only after rank 0 has left it."""
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Return a context that the other ranks enter only after the first rank of each machine has left it."""
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        yield
+        if is_first:
+            self.wait_for_everyone()
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank calls this method."""
+        self.ranks.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank of each machine only."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Make the next call to :meth:`check_trigger` return True on all ranks."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank called :meth:`set_trigger`, and clear the request. Every rank must call this
+        method."""
+        found, self._is_triggered = self.ranks.any(self._is_triggered), False
+        return found
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return ``tensor`` (nested tensors) reduced over the ranks.
+
+        Args:
+            tensor: tensors of the same shapes on every rank.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which also sums, as in Accelerate.
+            scale: this argument has no effect, as in Accelerate on all devices except XLA.
+
+        Raises:
+            RoomierError: ``reduction`` is unknown.
+        """
+        return reduced(tensor, reduction, self.ranks)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Return ``tensor`` (nested tensors), with each tensor padded along ``dim`` to its largest size over the ranks.
+
+        Args:
+            tensor: tensors whose sizes can differ along ``dim``.
+            dim: dimension to pad.
+            pad_index: value of the added elements.
+            pad_first: if True, add elements at the start instead of the end.
+        """
+        return padded(tensor, dim, pad_index, first=pad_first, ranks=self.ranks)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Return a context whose value is the part of ``inputs`` for this rank.
+
+        Args:
+            inputs: a list, tuple or tensor, or a dict of values with the same number of elements.
+            apply_padding: if True, repeat the last element, so that all ranks receive the same number of elements.
+
+        Raises:
+            RoomierError: the values of a dict have different lengths.
+        """
+        yield part_of_rank(inputs, self.ranks, pads=apply_padding)
+
+    # Weights, checkpoints and logged values -----------------------------------------------------------------------
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of the project; None if it is not set."""
+        folder = self.project_configuration.project_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder for logs; None if it is not set."""
+        folder = self.project_configuration.logging_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint with an automatic name."""
+        return int(self.project_configuration.iteration)
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Return the network of a prepared model."""
+        if not isinstance(model, PreparedModel):
+            return model
+        model.engine.settle()
+        return model.module
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the unsharded state of ``model``. Every rank must call this method.
+
+        If the model is sharded, its tensors are in host memory on rank 0, and are omitted on other ranks.
+        """
+        return full_weights(self.unwrap_model(model), self.ranks)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save ``obj`` on rank 0 with ``torch.save``, or as a safetensors file if ``safe_serialization`` is set. If
+        ``project_configuration.save_on_each_node`` is set, the first rank of each machine saves.
+
+        Raises:
+            RoomierError: ``safe_serialization`` is True, but a value of ``obj`` is not a tensor.
+        """
+        on_each_node = self.project_configuration.save_on_each_node
+        if not (self.is_local_main_process if on_each_node else self.is_main_process):
+            return
+        if safe_serialization:
+            write_file(Path(f), obj)
+        else:
+            torch.save(obj, f)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the unsharded weights of ``model`` to a folder. Every rank must call this method.
+
+        Args:
+            model: a prepared model.
+            save_directory: folder, which is created if it does not exist.
+            max_shard_size: maximum size of one file, as a number of bytes or a text such as ``"5GB"``.
+            safe_serialization: if True, write safetensors files; if False, write one pickle file,
+                ``pytorch_model.bin``.
+        """
+        weights, folder = self.get_state_dict(model), Path(save_directory)
+        if self.is_main_process and safe_serialization:
+            write_weights(folder, weights, max_shard_size)
+        elif self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(weights, folder / "pytorch_model.bin")
+        self.wait_for_everyone()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects with ``state_dict`` and ``load_state_dict`` to the checkpoints of :meth:`save_state`.
+
+        Raises:
+            RoomierError: an object lacks one of these methods.
+        """
+        for each in objects:
+            if not all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict")):
+                problem = "does not have the methods state_dict and load_state_dict"
+                raise RoomierError("register_for_checkpointing", each, problem, "Define both methods")
+        self._registered += objects
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+        """Write models, optimizers, schedulers, loaders, registered objects and random states as a checkpoint folder.
+
+        Every rank must call this method. Each rank writes its shards as safetensors files.
+
+        With ``ProjectConfiguration(automatic_checkpoint_naming=True)``, the folder is
+        ``project_dir/checkpoints/checkpoint_<iteration>``. After the checkpoint is complete, the checkpoints with the
+        lowest numbers are removed if there are more than ``total_limit`` checkpoints.
+
+        Args:
+            output_dir: the folder. This argument has no effect with automatic names.
+            safe_serialization: must be True.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RoomierError: ``output_dir`` is missing, the folder with the automatic name exists, or
+                ``safe_serialization`` is False.
+            CheckpointError: the folder cannot be written.
+        """
+        if not safe_serialization:
+            problem = "is not supported, because checkpoints contain no pickles"
+            raise RoomierError("safe_serialization", False, problem, "Remove it")
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            folder = _folder("output_dir", output_dir)
+            save_loop(folder, self._engines, self._states(), self.ranks)
+            return str(folder)
+        folder = next_checkpoint(project, self.ranks)
+        if output_dir is not None:
+            notice(f"save_state: checkpoints are named automatically, so {folder} is written instead of {output_dir}")
+        save_loop(folder, self._engines, self._states(), self.ranks)
+        remove_oldest(project, folder, self.ranks)
+        project.iteration += 1
+        return str(folder)
+
+    def load_state(self, input_dir: str | Path | None = None) -> None:
+        """Restore a checkpoint that :meth:`save_state` wrote. The strategy and the number of ranks can differ.
+
+        Args:
+            input_dir: the folder. With automatic names, None loads the checkpoint with the highest number, and the next
+                checkpoint receives the following number.
+
+        Raises:
+            RoomierError: ``input_dir`` is missing, or the checkpoint contains other objects.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
+        """
+        project = self.project_configuration
+        if input_dir is None and project.automatic_checkpoint_naming:
+            input_dir = last_checkpoint(project, self.ranks)
+        load_loop(_folder("input_dir", input_dir), self._engines, self._states(), self.ranks)
+
+    def _states(self) -> dict[str, list[Any]]:
+        schedulers = [each.scheduler for each in self._schedulers]
+        return {"schedulers": schedulers, "loaders": list(self._loaders), "registered": list(self._registered)}
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Start the loggers in ``log_with`` on rank 0, and log ``config`` as hyperparameters.
+
+        Raises:
+            RoomierError: ``init_kwargs`` is not empty.
+        """
+        if init_kwargs:
+            action = "Pass a logger with its arguments: log_with=roomier.loggers.WandbLogger(...)"
+            raise RoomierError("init_kwargs", init_kwargs, "is not supported", action)
+        if self.is_main_process:
+            self._trackers.start(project_name, config)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The started loggers."""
+        return list(self._trackers.started)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a started logger. On all ranks except rank 0, return an object that ignores all calls.
+
+        Args:
+            name: name of the logger.
+            unwrap: if True, return the underlying object of the logging service, such as a Weights & Biases run.
+
+        Raises:
+            RoomierError: no logger has this name.
+        """
+        if not self.is_main_process:
+            return NO_TRACKER
+        found = self._trackers.named(name)
+        return found.experiment if unwrap else found
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log numbers on rank 0.
+
+        Args:
+            values: numbers by name.
+            step: step of the logged values. If None, each call uses the next step.
+            log_kwargs: has no effect.
+        """
+        if self.is_main_process:
+            self._trackers.log(values, step)
+
+    def end_training(self) -> None:
+        """Close the loggers."""
+        if self.is_main_process:
+            self._trackers.finish()
+
     # Metrics ------------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
@@ -444,6 +783,17 @@ class Accelerator(Storage):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         action = MEMBERS.get(name) or did_you_mean(name, [each for each in dir(type(self)) if each[0] != "_"])
         raise UnsupportedMemberError("accelerator", name, "is not a member of roomier's Accelerator", action)
+
+
+def _folder(name: str, given: str | Path | None) -> Path:
+    if given is None:
+        problem = "is required, because checkpoints are not named automatically"
+        action = (
+            "Pass a folder, such as 'checkpoints/step-100', or create the Accelerator with "
+            "project_config=ProjectConfiguration(automatic_checkpoint_naming=True)"
+        )
+        raise RoomierError(name, None, problem, action)
+    return Path(given)
 
 
 def _is_new(value: Any, kind: type, prepared: type) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.engine.model_engine import ModelEngine
-from roomier.prepared.accumulation import Accumulation
+from roomier.prepared.loader import Accumulation
 from roomier.techniques.optim.proxy import OptimizerProxy
 
 

@@ -4,7 +4,6 @@ forecast."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,10 +18,8 @@ from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.memory.kinds import total_bytes
+from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.keywords.arguments import ordered
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
 
 LARGE_BYTES = 2**30
 """Minimum number of bytes of model states on one rank for which a run's memory is compared with its forecast by
@@ -31,7 +28,7 @@ default."""
 _MOST_BYTES_OF_A_PARAMETER = 48
 
 
-def prepare_forecast(trainer: Trainer, module: Module) -> None:
+def prepare_forecast(trainer: TrainerAttributes, module: Module) -> None:
     """Add a MemoryForecast to a fit if the forecast is useful, and store the shapes of ``module`` in
     ``trainer.shapes``.
 

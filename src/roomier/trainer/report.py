@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from roomier.callbacks.forecast import MemoryForecast
 from roomier.callbacks.progress_display import duration_text
 from roomier.core.log import notice
 from roomier.core.metric_names import printable
 from roomier.run.run import Run
-
-if TYPE_CHECKING:
-    from roomier.trainer.trainer import Trainer
+from roomier.trainer.attributes import TrainerAttributes
 
 
-def report_end(trainer: Trainer, run: Run) -> None:
+def report_end(trainer: TrainerAttributes, run: Run) -> None:
     """Print one line with the reason for the end, steps, time, losses, files, and forecast and measured memory. Print
     no line if the fit ran no step or if a signal ended it, because another line reports this."""
     now, progress = run.now, run.progress

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import OutOfMemoryError
 
@@ -57,10 +57,8 @@ from roomier.train.settling.job import global_batch_of
 from roomier.train.settling.micro_batch import CutTo
 from roomier.train.settling.settle import settle
 from roomier.train.settling.start import find_start
+from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.forecasts import prepare_forecast
-
-if TYPE_CHECKING:
-    from roomier.trainer.trainer import Trainer
 
 _STAGES = {
     "fit": RunningStage.TRAINING,
@@ -71,7 +69,7 @@ _STAGES = {
 
 
 def request_of(
-    trainer: Trainer,
+    trainer: TrainerAttributes,
     stage: str,
     model: Any,
     loaders: dict[str, Any],
@@ -104,7 +102,7 @@ def request_of(
 
 
 @contextmanager
-def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) -> Iterator[Run]:
+def session(trainer: TrainerAttributes, request: Request, *, adds_callbacks: bool = True) -> Iterator[Run]:
     """Open a run that is ready for its loop, and close the run at the end of the context.
 
     Args:
@@ -126,7 +124,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
 
 
 @contextmanager
-def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
+def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
     stop = GracefulStop(trainer.ranks.is_alone)
@@ -185,7 +183,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         raise SystemExit(128 + number)
 
 
-def _signal_of_all(trainer: Trainer, run: Run | None, number: int) -> int:
+def _signal_of_all(trainer: TrainerAttributes, run: Run | None, number: int) -> int:
     """Return the number of the signal that ends this process, or 0. After a signal that ends a fit in a SLURM job, also
     return the job to the queue."""
     if run is None or not run.settled.request.is_fit or not may_requeue(os.environ):
@@ -198,11 +196,13 @@ def _signal_of_all(trainer: Trainer, run: Run | None, number: int) -> int:
     return number
 
 
-def _at_step(trainer: Trainer, request: Request) -> str:
+def _at_step(trainer: TrainerAttributes, request: Request) -> str:
     return f"at step {trainer.global_step} of {request.stage}"
 
 
-def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop) -> Run:
+def _open(
+    trainer: TrainerAttributes, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop
+) -> Run:
     """Settle the call and open its run. Store each value on the Trainer immediately after it is determined."""
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
@@ -232,7 +232,7 @@ def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: 
     return open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
 
 
-def _show(trainer: Trainer, run: Run) -> None:
+def _show(trainer: TrainerAttributes, run: Run) -> None:
     request = run.settled.request
     trainer.run, trainer.plan = run, run.plan
     trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in run.engine.optimizers]
@@ -242,7 +242,7 @@ def _show(trainer: Trainer, run: Run) -> None:
         trainer.fitted = run
 
 
-def _setup(trainer: Trainer, request: Request, adds_callbacks: bool) -> None:
+def _setup(trainer: TrainerAttributes, request: Request, adds_callbacks: bool) -> None:
     module, datamodule = request.module, request.datamodule
     if adds_callbacks:
         trainer.add_callbacks_of(module)
@@ -267,7 +267,7 @@ def prepares(trainer: Any, owner: Any) -> bool:
     return bool(rank == 0)
 
 
-def _teardown(trainer: Trainer, request: Request) -> None:
+def _teardown(trainer: TrainerAttributes, request: Request) -> None:
     """Call the teardown hooks."""
     if request.datamodule is not None:
         request.datamodule.teardown(request.stage)
@@ -278,7 +278,7 @@ def _teardown(trainer: Trainer, request: Request) -> None:
     request.module.teardown(request.stage)
 
 
-def _failed(trainer: Trainer, request: Request, run: Run | None) -> FailedRun:
+def _failed(trainer: TrainerAttributes, request: Request, run: Run | None) -> FailedRun:
     return FailedRun(
         plan=trainer.plan if run is None else run.plan,
         world=request.world,

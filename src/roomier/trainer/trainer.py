@@ -36,6 +36,7 @@ from roomier.train.saving.save import save_checkpoint
 from roomier.train.settling.checks import check_callbacks
 from roomier.train.tuner.before_fit import check_flags, tune, write_picture
 from roomier.train.tuner.trial import Subject
+from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.keywords.argument_types import OptimizerArgument
 from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
@@ -48,7 +49,6 @@ from roomier.trainer.keywords.arguments import (
     with_defaults,
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
-from roomier.trainer.last_call import LastCall
 from roomier.trainer.lightning.file_checkpoint import save_lightning_file, saves_file
 from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.report import report_end
@@ -56,7 +56,7 @@ from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial
 
 
-class Trainer(LastCall):
+class Trainer(TrainerAttributes):
     """Trains, validates and tests a model, and runs predictions with it, on one device or on many ranks.
 
     The Trainer combines its arguments into a :class:`roomier.Plan`, which is validated immediately, printed when a run

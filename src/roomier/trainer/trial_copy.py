@@ -11,9 +11,9 @@ from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress
 from roomier.run.states import TrainerState
-from roomier.trainer.last_call import LastCall
+from roomier.trainer.attributes import TrainerAttributes
 
-T = TypeVar("T", bound=LastCall)
+T = TypeVar("T", bound=TrainerAttributes)
 
 
 def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Callback) -> T:

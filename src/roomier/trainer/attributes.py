@@ -1,0 +1,742 @@
+"""The attributes of a Trainer, with Lightning's names: its settings, and the state of its last call.
+
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from roomier.api.adapt import as_module, seen_by_user
+from roomier.api.callback import LOG_METHODS, Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.engine import Engine
+from roomier.api.forward import ForwardModule
+from roomier.api.lightning_callbacks import is_builtin
+from roomier.api.logger import Logger
+from roomier.api.module import Module
+from roomier.api.overrides import is_one, replace_none
+from roomier.api.own_optimizer import OwnOptimizer, own_optimizer_of
+from roomier.api.wrapped import network_of
+from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from roomier.checkpoint.commit import at_home
+from roomier.core.device.resolve import resolve_device
+from roomier.core.errors import RoomierError
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.launch import join
+from roomier.loggers.files import FileLogger
+from roomier.plan import Plan
+from roomier.run.accumulation import Accumulation
+from roomier.run.loaders import RunLoaders
+from roomier.run.logged.results import Results
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Progress
+from roomier.run.run import Run, run_of
+from roomier.run.settled import Request
+from roomier.run.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from roomier.techniques.optim.configured import LRSchedulerConfig
+from roomier.train.manual import ManualOptimizer
+from roomier.train.settling.checks import check_callbacks
+from roomier.trainer.keywords.arguments import kind_of, ordered, with_batch_field
+from roomier.trainer.lightning.batches import BatchHooks, NamedSpans
+from roomier.trainer.lightning.callbacks import adopted
+from roomier.trainer.lightning.loops import FitLoop, PrecisionView, accelerator_of, init_module
+from roomier.trainer.lightning.predicted import KeepsPredicted, PredictLoop, writes_at_end, writes_predictions
+from roomier.trainer.lightning.read_folders import let_lightning_read_folders
+from roomier.trainer.lightning.strategy import Strategy
+
+if TYPE_CHECKING:  # slow import: loads torch's sharding modules
+    from roomier.planner.choice import Choice
+
+
+_OF_PLAN = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_WITHIN_A_RUN = {
+    "accumulate_grad_batches": "Use callbacks=[GradientAccumulationScheduler(scheduling={epoch: number})]",
+    "max_epochs": "Set it before fit, or end the run with should_stop = True",
+}
+_INSTEAD = {
+    "validate_loop": "Read num_val_batches, val_dataloaders and callback_metrics",
+    "test_loop": "Read num_test_batches, test_dataloaders and callback_metrics",
+    "tuner": "Use Trainer(auto_lr_find=True)",
+}
+"""Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
+
+
+class Shown(dict[str, Any]):
+    """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
+
+    Args:
+        metrics: current values by name.
+        given: dict that stores the assigned values.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
+        super().__init__(metrics)
+        self._given = given
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._given[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def _not_known() -> float:
+    return math.inf
+
+
+class TrainerAttributes:
+    """The attributes of a Trainer: its settings, and the state of its last call.
+
+    The functions of one call (``session.py``) read and assign these attributes. This class can be used and tested
+    without the methods of the Trainer.
+
+    Args:
+        plan: the requested plan.
+        logger_is_on: True if a fit writes logs.
+        enable_checkpointing: True if a fit writes checkpoints by default.
+        auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
+        own_optimizer: the ``optimizer`` argument, which can be an optimizer or a function that creates an optimizer.
+
+    Attributes:
+        plan: the plan of the last run; before the first run, the requested plan.
+        requested_plan: the requested plan.
+        ranks: the ranks of the last call. Until a call joins the other ranks, the value represents one rank.
+        micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None leaves the batches
+            of the loader unchanged.
+        num_micro_batches: number of micro-batches per step that the tuner determined in the run that this run resumes.
+        state: the method that was called last, and the loop that is running.
+        should_stop: True ends training at the next save point.
+        run: the run of the last call; None before the first call.
+        fitted: the run of the last fit.
+        choice: the plans that the planner compared for the last fit. None if the plan was given.
+        shapes: copy of the module of the last fit without values, created before the module was built. None if no
+            callback needs the copy.
+        request: the last call, as a value object.
+        datamodule: the DataModule of the last call.
+        manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
+        estimate_steps, count_training_batches: functions that compute ``estimated_stepping_batches`` and
+            ``num_training_batches``, which hooks may read before the loop starts.
+        loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
+        num_batches_of: for each method, the number of batches of each evaluation loader in its last call.
+        given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
+        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
+        log_dir: the folder of the last run.
+        read_path: the checkpoint that the last call read.
+        set_path: the value that the user assigned to ``ckpt_path``.
+        was_interrupted: True if a signal ended the last call.
+    """
+
+    barebones = False
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        options: LoopOptions,
+        world: World,
+        callbacks: list[Callback],
+        loggers: list[Logger],
+        logger_is_on: bool,
+        enable_checkpointing: bool,
+        auto_lr_find: bool | str,
+        auto_scale_batch_size: bool | str,
+        own_optimizer: Any = None,
+    ) -> None:
+        let_lightning_read_folders()
+        self.plan = self.requested_plan = plan
+        self.options = options
+        self.world = world
+        self.ranks = Ranks()
+        self.callbacks = callbacks
+        self.file_loggers = [each for each in loggers if isinstance(each, FileLogger) and each.is_added]
+        self.loggers = [each for each in loggers if each not in self.file_loggers]
+        self.logger_is_on = logger_is_on
+        self.enable_checkpointing = enable_checkpointing
+        self.auto_lr_find, self.auto_scale_batch_size = auto_lr_find, auto_scale_batch_size
+        self.micro_batch: int | None = None
+        self.num_micro_batches: int | None = None
+        self.state = TrainerState()
+        self.should_stop = False
+        self.own_optimizer = None if own_optimizer is None else own_optimizer_of(own_optimizer)
+        self.log_dir = self.default_root_dir
+        self.set_path: Path | str | None = None
+        self.read_path: str | None = None
+        self.was_interrupted = False
+        self.forget_runs(Progress())
+
+    def forget_runs(self, progress: Progress) -> None:
+        """Reset the state of all runs. Until the next run, ``global_step`` and ``current_epoch`` return values from
+        ``progress``."""
+        self.run: Run | None = None
+        self.fitted: Run | None = None
+        self.choice: Choice | None = None
+        self.shapes: Module | None = None
+        self.request: Request | None = None
+        self._module: Module | None = None
+        self.datamodule: Any = None
+        self.manual_optimizers: list[ManualOptimizer] = []
+        self.estimate_steps: Callable[[], float] = _not_known
+        self.count_training_batches: Callable[[], float] = _not_known
+        self.loaders_of_calls: dict[str, RunLoaders] = {}
+        self.num_batches_of: dict[str, list[float]] = {}
+        self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+        self.predict_loop = PredictLoop()
+        self.copied_progress = progress
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy of the Trainer. The state contains the settings, the step and the epoch, but not
+        the run.
+
+        A copy that is created during a run has no callbacks and no loggers, because these objects reference open files.
+        """
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.state = replace(self.state)
+        if self.is_running:
+            copied.callbacks, copied.loggers, copied.file_loggers = [], [], []
+        copied.forget_runs(Progress(**self.run.progress.state()) if self.run else self.copied_progress)
+        return vars(copied)
+
+    def begin_call(self, request: Request) -> None:
+        """Record ``request`` as the last call, and mark the call as running."""
+        self.request, self._module, self.datamodule = request, request.module, request.datamodule
+        self.should_stop = self.was_interrupted = False
+        replace_none(seen_by_user(request.module), Module)
+        if request.datamodule is not None:
+            replace_none(request.datamodule, DataModule)
+        self.state.fn, self.state.status = TrainerFn(request.stage), TrainerStatus.RUNNING
+        for given in self.given_metrics.values():
+            given.clear()
+
+    def show_loaders(self, data: RunLoaders) -> None:
+        """Use the loaders in ``data`` for ``train_dataloader`` and the other attributes that return loaders."""
+        stage = "" if self.request is None else self.request.stage
+        self.loaders_of_calls.pop(stage, None)
+        self.loaders_of_calls[stage] = data
+
+    def module_of(self, model: Any) -> Module:
+        """Return ``model`` as a Module, with the optimizer that was passed to the Trainer.
+
+        Raises:
+            RoomierError: the model is not supported, or it has ``configure_optimizers`` and an optimizer was passed.
+        """
+        module = as_module(model)
+        if self.own_optimizer is not None:
+            if not isinstance(module, ForwardModule):
+                problem = "is supported only for a model without configure_optimizers"
+                action = "Return it from configure_optimizers, or pass a name such as 'adamw'"
+                raise RoomierError("optimizer", self.own_optimizer, problem, action)
+            own = OwnOptimizer(module.network, self.own_optimizer)
+            vars(module)["configure_optimizers"] = partial(own.configure, module.network)
+        return module
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger; None if there is no logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first ModelCheckpoint; None if there is none. A ModelCheckpoint of Lightning is returned as the object
+        that the user passed."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """All ModelCheckpoint callbacks, as the objects that the user passed."""
+        return [vars(each).get("seen_as", each) for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping callback of roomier or of Lightning; None if there is none."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """All EarlyStopping callbacks of roomier and of Lightning."""
+        return [each for each in self.callbacks if isinstance(each, EarlyStopping) or is_builtin(each, "EarlyStopping")]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The ProgressBar; None if there is none."""
+        return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        """Limit on training batches per epoch on each rank, as a number (int) or as a fraction (float)."""
+        return self.options.limit_of("train")
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        """Limit on validation batches, as a number (int) or as a fraction (float)."""
+        return self.options.limit_of("val")
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        """Limit on test batches, as a number (int) or as a fraction (float)."""
+        return self.options.limit_of("test")
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        """Limit on prediction batches, as a number (int) or as a fraction (float)."""
+        return self.options.limit_of("predict")
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """Number of training batches between two validations (int), or fraction of an epoch (float)."""
+        interval = self.options.val_check_interval
+        return 1.0 if interval is None else interval
+
+    @property
+    def min_epochs(self) -> int | None:
+        """Minimum number of epochs. As in Lightning, None is replaced by 0 in the first call."""
+        return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
+
+    @property
+    def default_root_dir(self) -> str:
+        """Folder that contains the run folders."""
+        return str(at_home(self.options.default_root_dir or "runs"))
+
+    @property
+    def keeps_files(self) -> bool:
+        """True if a fit writes a run folder."""
+        return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """Upper limit for the norm or the values of gradients; None if gradients are not clipped."""
+        return self.plan.batch.gradient_clip_val
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        """Algorithm of gradient clipping: ``"norm"`` or ``"value"``."""
+        return self.plan.batch.gradient_clip_algorithm
+
+    @property
+    def precision(self) -> str:
+        """Precision of the plan, such as ``"bf16-mixed"``."""
+        return self.plan.precision.mode
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all processes."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this machine."""
+        return self.world.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True if this process is rank 0."""
+        return self.world.is_global_zero
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self.plan.parallel.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices on each machine."""
+        return self.plan.parallel.devices
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices on this machine. Each rank uses the device whose index is its local rank."""
+        return list(range(self.num_devices))
+
+    @property
+    def profiler(self) -> Any:
+        """Object with Lightning's method ``profile(name)``: the profiler of actions, or spans in a torch profile."""
+        own = self.options.profiler
+        return NamedSpans() if own is None or isinstance(own, (str, torch.profiler.profile)) else own
+
+    @property
+    def training(self) -> bool:
+        """True while the training loop runs, except during its validations."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @property
+    def validating(self) -> bool:
+        """True during a validation."""
+        return self.state.stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """True during a test."""
+        return self.state.stage is RunningStage.TESTING
+
+    @property
+    def predicting(self) -> bool:
+        """True during a prediction."""
+        return self.state.stage is RunningStage.PREDICTING
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the validation before training."""
+        return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @property
+    def evaluating(self) -> bool:
+        """True during a validation, a test or the sanity check."""
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    def add_callbacks_of(self, module: Module) -> None:
+        """Add the callbacks that ``module.configure_callbacks()`` returns. These callbacks replace existing callbacks
+        of the same type.
+
+        Raises:
+            RoomierError: the method did not return a callback or a list of callbacks.
+        """
+        own = module.configure_callbacks()
+        if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):
+            action = "Return a list of instances of subclasses of roomier.Callback"
+            raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
+        own = adopted([own] if is_one(own, Callback) else list(own or ()))
+        types = {kind_of(each) for each in own}
+        adopted_callbacks = adopted(self.callbacks)  # the user may have added callbacks to the list
+        others = [each for each in adopted_callbacks if kind_of(each) not in types]
+        self.callbacks = ordered(others + own)
+        check_callbacks(self.callbacks)
+        for each in self.callbacks:  # as in Lightning, callbacks log like the module
+            replace_none(each, Callback)
+            lent = {name: getattr(seen_by_user(module), name) for name in LOG_METHODS if not hasattr(type(each), name)}
+            vars(each).update(lent)
+
+    def hooked_callbacks(self, stage: str) -> list[Any]:
+        """Return the callbacks whose hooks ``stage`` calls, including the callback that prediction writers require."""
+        writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
+        if not writers:
+            return self.callbacks
+        return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
+
+    def use_next(
+        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
+    ) -> None:
+        """In the next fits, use the results of the tuner.
+
+        Args:
+            plan: plan that replaces the requested plan.
+            micro_batch: number of samples per micro-batch on each rank.
+            num_micro_batches: number of micro-batches per step.
+        """
+        if plan is not None:
+            self.plan = self.requested_plan = plan
+        if micro_batch is not None or num_micro_batches is not None:
+            self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
+
+    def use_learning_rate(self, learning_rate: float | None) -> None:
+        """Use ``learning_rate`` for the optimizer that the ``optimizer`` argument names."""
+        self.requested_plan, self.plan = (
+            dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
+            for plan in (self.requested_plan, self.plan)
+        )
+
+    def join_ranks(self) -> None:
+        """Join the other ranks."""
+        self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print only on rank 0."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    # State of the last call ----------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Number of completed optimizer steps."""
+        return (self.run.progress if self.run else self.copied_progress).global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
+        return self.run.current_epoch if self.run else self.copied_progress.epoch
+
+    @property
+    def ckpt_path(self) -> Path | str | None:
+        """The checkpoint that the last call read. If a user sets this attribute, calls without ``ckpt_path`` read the
+        assigned checkpoint."""
+        return self.set_path or self.read_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Path | str | None) -> None:
+        self.set_path, self.read_path = path, None
+
+    @property
+    def is_last_save_point(self) -> bool:
+        """True if training ends at the current save point."""
+        return self.run is not None and self.run.now.is_finishing
+
+    @property
+    def results(self) -> Results:
+        """Logged values of the last run."""
+        return Results() if self.run is None else self.run.results
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """All logged values. If a callback assigns a value, this value is returned until a value is logged under the
+        same name."""
+        return self._shown("callback")
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Latest value of each column in the log, even if its row has not been written yet."""
+        return self._shown("logged")
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Values logged with ``prog_bar=True``, as numbers. Reading the values waits for the device."""
+        return self._shown("progress_bar")
+
+    def _shown(self, what: str) -> dict[str, Any]:
+        given = self.given_metrics[what]
+        if self.run is None:
+            return Shown(given, given)
+        return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
+
+    @property
+    def progress_bar_dict(self) -> dict[str, float]:
+        """Alias of :attr:`progress_bar_metrics` in Lightning 1."""
+        return self.progress_bar_metrics
+
+    @property
+    def engine(self) -> Engine:
+        """Engine of the last run.
+
+        Raises:
+            RoomierError: no run has started.
+        """
+        return run_of(self, "engine").engine
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers of the run. In an evaluation after a fit, this attribute contains the optimizers of the fit."""
+        return self._fit_or_run.engine.optimizers if self._fit_or_run else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Schedulers of the run, with their settings."""
+        return self._fit_or_run.schedulers.configs if self._fit_or_run else []
+
+    @property
+    def scaler(self) -> Any:
+        """Loss scale of ``"16-mixed"``; None with any other precision."""
+        scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
+        return scaler if scaler is not None and scaler.is_on else None
+
+    @property
+    def _fit_or_run(self) -> Run | None:
+        return self.run if self.fitted is None else self.fitted
+
+    @property
+    def model(self) -> Any:
+        """The model of the last run, in the form in which it was passed."""
+        return None if self._module is None else network_of(self._module)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the last run. For a plain ``nn.Module``, this is the Module that wraps it."""
+        return None if self._module is None else seen_by_user(self._module)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Number of optimizer steps in the complete run; infinite if the number is unknown."""
+        return self.estimate_steps()
+
+    @property
+    def num_steps_in_all(self) -> float:
+        """Total number of optimizer steps if the run does not end early; infinite if the number is unknown."""
+        return self.run.num_steps_in_all if self.run else math.inf
+
+    @property
+    def num_training_batches(self) -> float:
+        """Number of batches per epoch of the last fit; infinite before the first fit, and for a loader without a
+        length."""
+        return self.count_training_batches()
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Number of batches of each validation loader in the last fit or the last call of ``validate``."""
+        return list(self.num_batches_of.get("validate" if self.state.fn is TrainerFn.VALIDATING else "fit", ()))
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Number of batches of each validation loader in the sanity check before training."""
+        most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
+        return [min(most, number) for number in self.num_batches_of.get("fit", ())]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Number of batches of each test loader."""
+        return list(self.num_batches_of.get("test", ()))
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Number of batches of each prediction loader."""
+        return list(self.num_batches_of.get("predict", ()))
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader, in the form in which it was passed or defined. None before the first fit."""
+        return self.seen_loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("predict")
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if a fit runs validation. The value is valid after the loaders are created."""
+        return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """True if the current training batch is the last of its epoch. False if the number of batches is unknown."""
+        run = self.fitted
+        return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Number of micro-batches per optimizer step in the current epoch."""
+        return Accumulation.of(self.plan, self.callbacks).at(self.current_epoch)
+
+    @property
+    def strategy(self) -> Strategy:
+        """View of the ranks and the device, with Lightning's names. ``strategy.name`` is the name of the strategy."""
+        return Strategy(self)
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """View of a fit, with the names of Lightning's loop."""
+        return FitLoop(self)
+
+    @property
+    def precision_plugin(self) -> PrecisionView:
+        """View of the precision, with the names of Lightning's plugin."""
+        return PrecisionView(self)
+
+    @property
+    def accelerator(self) -> Any:
+        """Object that describes the device type. If Lightning is imported, the object has Lightning's class."""
+        return accelerator_of(self)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Return a context in which tensors are created on the device and in the dtype of the Trainer.
+
+        Args:
+            empty_init: True to leave the weights uninitialized, for example because a checkpoint is loaded next.
+        """
+        return init_module(self, empty_init)
+
+    @property
+    def _results(self) -> Never:
+        """Attribute that ``LightningModule.log`` reads outside of a run. During a run, roomier replaces ``log``.
+
+        Raises:
+            RoomierError: always.
+        """
+        action = "Call log in a step or a hook of the loop"
+        raise RoomierError("log", type(self.model).__name__, "cannot log outside of a step or epoch", action)
+
+    @property
+    def _data_connector(self) -> BatchHooks:
+        """Attribute that ``to_onnx`` and ``to_torchscript`` of a LightningModule read."""
+        return BatchHooks(self)
+
+    @property
+    def interrupted(self) -> bool:
+        """True if a signal ended the last call."""
+        run = self.run
+        is_of_call = run is not None and run.settled.request is self.request
+        return self.was_interrupted or bool(self.is_running and run and is_of_call and run.now.is_interrupted)
+
+    @property
+    def seen_loaders(self) -> dict[str, Any]:
+        """The loaders that the user passed or defined. Keys: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
+
+    @property
+    def received_sigterm(self) -> bool:
+        """True if the last run received SIGTERM."""
+        return self.run is not None and self.run.stop.received == signal.SIGTERM
+
+    @staticmethod
+    def unwrapped_optimizer(optimizer: Any) -> Optimizer:
+        """Return the torch optimizer that an element of ``Module.optimizers()`` wraps."""
+        return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+
+    # Attributes that are arguments --------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # arguments of the loops, such as max_steps, are attributes
+        if name in LoopOptions.__dataclass_fields__:
+            return getattr(self.options, name)
+        instead = f". {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_PLAN or name in LoopOptions.__dataclass_fields__:
+            self._set_for_next_run(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_for_next_run(self, name: str, value: Any) -> None:
+        """Set an argument between two runs, and validate it in the same way as a constructor argument.
+
+        Raises:
+            RoomierError: a run is active, or the value is invalid.
+        """
+        if self.is_running:
+            action = _WITHIN_A_RUN.get(
+                name, "Set it before fit or between two fits, or set should_stop=True to end the run"
+            )
+            raise RoomierError(name, value, "cannot be changed during a run", action)
+        if name in _OF_PLAN:
+            self.requested_plan = self.plan = with_batch_field(self.requested_plan, name, value)
+        else:
+            super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
+
+    @property
+    def is_running(self) -> bool:
+        """True if a loop of this Trainer is currently running."""
+        return self.state.stage is not None
