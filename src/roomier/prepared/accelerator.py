@@ -129,8 +129,6 @@ class Accelerator:
         self._registered: list[Any] = []
         self._is_triggered = False
 
-    # Preparation --------------------------------------------------------------------------------------------------
-
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the prepared ``args`` in the same order. For a single argument, the result is the prepared object
         instead of a tuple.
@@ -691,8 +689,6 @@ class Accelerator:
         if self.is_main_process:
             self._trackers.finish()
 
-    # Metrics ------------------------------------------------------------------------------------------------------
-
     def gather(self, tensor: Any) -> Any:
         """Return ``tensor`` (nested tensors), concatenated over the ranks along the first dimension.
 
@@ -736,8 +732,6 @@ class Accelerator:
     def clear(self, *objects: Any) -> list[None]:
         """Call :meth:`free_memory`."""
         return self.free_memory(*objects)
-
-    # Properties ---------------------------------------------------------------------------------------------------
 
     @property
     def mixed_precision(self) -> str:
