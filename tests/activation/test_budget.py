@@ -30,6 +30,7 @@ from tests.activation.budgets import (
     tokens,
     train,
 )
+from tests.covering import first
 
 TOLERANCE = 1.03
 WINDOWS = [[tokens(seed=seed)] for seed in range(4)]
@@ -63,9 +64,10 @@ def bounds() -> tuple[int, int]:
     return trained(0.0).peak_bytes, trained(1.0).peak_bytes
 
 
-def test_ten_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int]) -> None:
+@pytest.mark.parametrize("num_budgets", first([4, 10]))
+def test_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int], num_budgets: int) -> None:
     least, most = bounds
-    budgets = [least + round((most - least) * part / 9) for part in range(10)]
+    budgets = [least + round((most - least) * part / (num_budgets - 1)) for part in range(num_budgets)]
     sweep = [trained(0.0), *(trained(budget) for budget in budgets[1:-1]), trained(1.0)]
     for budget, taken in zip(budgets, sweep, strict=True):
         assert taken.peak_bytes <= TOLERANCE * budget
