@@ -22,16 +22,20 @@ def covering(rows: Sequence[Any], columns: Sequence[Any], per_row: int = 1) -> l
     return params
 
 
-def first(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Return ``values`` as parameters. All except the first ``count`` values are marked ``more``."""
-    return [
-        value if i < count else pytest.param(*_as_tuple(value), marks=pytest.mark.more)
-        for i, value in enumerate(values)
-    ]
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def few(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return ``values`` as parameters. All except the first ``count`` values that are not slow are marked ``more``."""
+    params = []
+    for value in values:
+        has_marks = hasattr(value, "marks")
+        if has_marks and value.marks:
+            params.append(value)
+        elif count > 0:
+            params.append(value)
+            count -= 1
+        else:
+            unpacked = value.values if has_marks else value if isinstance(value, tuple) else (value,)
+            params.append(pytest.param(*unpacked, marks=pytest.mark.more, id=value.id if has_marks else None))
+    return params
 
 
 def _name(value: Any) -> str:

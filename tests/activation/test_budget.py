@@ -30,7 +30,7 @@ from tests.activation.budgets import (
     tokens,
     train,
 )
-from tests.covering import first
+from tests.covering import few
 
 TOLERANCE = 1.03
 WINDOWS = [[tokens(seed=seed)] for seed in range(4)]
@@ -64,7 +64,7 @@ def bounds() -> tuple[int, int]:
     return trained(0.0).peak_bytes, trained(1.0).peak_bytes
 
 
-@pytest.mark.parametrize("num_budgets", first([4, 10]))
+@pytest.mark.parametrize("num_budgets", few([4, 10]))
 def test_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int], num_budgets: int) -> None:
     least, most = bounds
     budgets = [least + round((most - least) * part / (num_budgets - 1)) for part in range(num_budgets)]

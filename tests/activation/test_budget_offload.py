@@ -42,6 +42,7 @@ from tests.activation.budgets import (
 from tests.activation.test_budget import Trained
 from tests.activation.test_budget_models import Bert, HalfFrozen, Repeated, UNet, pictures, sequences
 from tests.activation.test_budget_ranks import NUM_RANKS, make_ranks
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 TOLERANCE = 1.03
@@ -149,6 +150,7 @@ def test_slow_copies_are_not_chosen(monkeypatch: pytest.MonkeyPatch, bounds: tup
     assert set(taken.keeps) != {Keep.ALL}
 
 
+@pytest.mark.more
 def test_a_fraction_has_the_same_meaning_as_without_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train(Language(), 0.5, WINDOWS)
     move_by(monkeypatch, HIDDEN)
@@ -169,7 +171,7 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few(SHAPES))
 def test_no_choice_needs_more_memory_than_predicted(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     """Test random choices, including bad ones. The gradients equal the gradients of a run that saves all
     activations."""
@@ -284,7 +286,7 @@ def moved_stages(draw: random.Random, sizes: Sequence[int]) -> list[Stage]:
 
 
 @pytest.mark.parametrize("are_equal", [True, False])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", few(range(30), 10))
 def test_the_choice_compared_with_all_choices(seed: int, are_equal: bool) -> None:
     draw = random.Random(seed)
     stages = moved_stages(draw, [30] if are_equal else range(5, 60))

@@ -10,6 +10,7 @@ import torch
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from tests.activation.budgets import Language, Net, engine_for, measured_peak, recompute_of, take_step, tokens
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 NUM_RANKS = 2
@@ -39,7 +40,7 @@ def train_on_rank(strategy: str, budget: float | str, dropout: float = 0.1) -> d
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES))
 def test_ranks_with_unequal_batches_make_the_same_choice_and_meet_the_budget(on_ranks: RankPool, strategy: str) -> None:
     plain, half = on_ranks.each(NUM_RANKS, train_on_rank, [(strategy, "none"), (strategy, 0.5)])
     assert half[0]["keeps"] == half[1]["keeps"]

@@ -19,6 +19,7 @@ from roomier.techniques.activation.block_forward import BlockForward, Keep, Reco
 from roomier.techniques.activation.offload import MIN_BYTES, Copies, Offload, StreamCopies
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache
+from tests.covering import few
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 6
@@ -128,7 +129,7 @@ def test_every_read_waits_for_its_copy(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", Keep)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_every_kind_of_model_with_late_copies(kind: str, keep: Keep) -> None:
     """Test position biases that all blocks share, skip connections, and caches of matrix products."""
 
@@ -264,7 +265,7 @@ def test_keep_can_change_between_steps() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("keep", Keep)
+@pytest.mark.parametrize("keep", few(Keep))
 def test_saved_tensors_of_compiled_blocks_are_offloaded(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces without generating code
     plain, ours = Net(), Net()

@@ -30,6 +30,7 @@ from roomier.techniques.tiers.scratch import Scratch
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache
 from tests.activation.test_offload import CPU, NUM_BLOCKS, Net, _is_block
+from tests.covering import few
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def on_disk(blocks: list[nn.Module], keep: Keep, scratch: Scratch) -> Iterator[D
 
 
 @pytest.mark.parametrize("keep", Keep)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS))
 def test_every_kind_of_model_has_the_same_gradients(kind: str, keep: Keep, scratch: Scratch) -> None:
     def step(keeps: Keep | None) -> Any:
         torch.manual_seed(0)
@@ -210,6 +211,7 @@ class Language(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.more
 def test_forecast_of_activations_on_disk(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     forecast = MemoryForecast()
     offload = {"activations": "disk", "folder": str(tmp_path)}

@@ -17,6 +17,7 @@ from roomier.core.wrapped_forward import WrappedForward
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.activation import recompute
 from roomier.techniques.activation.offload import Offload
+from tests.covering import few
 
 Make = Callable[..., Trainer]
 LEVERS: list[dict[str, Any]] = [
@@ -88,7 +89,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @each_lever
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", few(["32-true", "bf16-mixed", "16-mixed", "64-true"], 2))
 def test_a_fit_has_the_same_results(make_trainer: Make, levers: dict[str, Any], precision: str) -> None:
     keywords = {"max_epochs": 1, "precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     plain, ours = Language(), Language()
@@ -99,17 +100,19 @@ def test_a_fit_has_the_same_results(make_trainer: Make, levers: dict[str, Any], 
 
 
 @each_lever
-@pytest.mark.parametrize("base", ["as_is", "nf4"])
+@pytest.mark.parametrize("base", few(["as_is", "nf4"]))
 def test_adapters(make_trainer: Make, levers: dict[str, Any], base: str) -> None:
     keywords = {"max_epochs": 1, "precision": "bf16-mixed", "lora": {"rank": 2, "dropout": 0.2, "base": base}}
     assert_equal(fitted(make_trainer(**keywords, **levers), Language()), fitted(make_trainer(**keywords), Language()))
 
 
+@pytest.mark.more
 @each_lever
 def test_manual_optimization(make_trainer: Make, levers: dict[str, Any]) -> None:
     assert_equal(fitted(make_trainer(max_epochs=1, **levers), ByHand()), fitted(make_trainer(max_epochs=1), ByHand()))
 
 
+@pytest.mark.more
 def test_fits_and_evaluations_in_a_row(make_trainer: Make) -> None:
     plain, ours = Language(), Language()
     for levers in [*LEVERS, {}]:

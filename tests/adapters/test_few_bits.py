@@ -16,6 +16,7 @@ from roomier.techniques.adapters.codes import BLOCK_SIZE, FORMATS, decode, encod
 from roomier.techniques.adapters.layers import Adapted, InFewBits, is_adapter
 from roomier.techniques.adapters.lora import adapter_state, apply_lora, merge_lora, quantise_base
 from tests.adapters.models import MODELS, loss_of, make_gpt, make_transformer, token_batches
+from tests.covering import few
 
 # The levels are from Dettmers et al. 2023, appendix E.
 PUBLISHED_LEVELS = [
@@ -218,7 +219,7 @@ def test_merging_removes_the_codes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
-@pytest.mark.parametrize("code_format", FORMATS)
+@pytest.mark.parametrize("code_format", few(FORMATS))
 def test_layers_compile_as_one_graph(code_format: str) -> None:
     torch._dynamo.reset()
     layer = coded("gpt", code_format).blocks[0].attention.out  # type: ignore[union-attr, index]

@@ -18,6 +18,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 from roomier.techniques.adapters.layers import Adapted, InFewBits, is_adapter
 from roomier.techniques.adapters.lora import adapter_state, merge_lora
 from tests.adapters.models import Adaptable, loss_of, make_gpt, token_batches
+from tests.covering import few
 
 MakeTrainer = Callable[..., Trainer]
 OPTIMIZER = {"name": "adamw", "lr": 1e-2}
@@ -34,7 +35,7 @@ def states_equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", few(["32-true", "bf16-mixed", "bf16-true"]))
 def test_the_loss_decreases_and_only_adapters_change(make_trainer: MakeTrainer, base: str, precision: str) -> None:
     module = Adaptable()
     batches = token_batches(8, batch_size=8)

@@ -99,6 +99,7 @@ def test_tracking_does_not_change_training(fit: Callable[..., Trainer]) -> None:
     assert torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.more
 def test_one_tracker_serves_forecast_and_anatomy(fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     begin = tracked.TrackedStep.__init__

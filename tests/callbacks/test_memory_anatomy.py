@@ -18,6 +18,7 @@ from roomier.core.errors import RoomierError
 from roomier.memory import anatomy
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.trainer import Trainer
+from tests.covering import few
 
 Make = Callable[..., Trainer]
 TOKENS = torch.arange(64).view(4, 16) % 100
@@ -108,15 +109,18 @@ def test_bytes_per_parameter(
 
 @pytest.mark.parametrize(
     "keywords",
-    [
-        {"optimizer": "adamw8bit"},
-        {"optimizer": "adafactor"},
-        {"optimizer": "muon"},
-        {"lora": 2},
-        {"lora": {"rank": 2, "base": "nf4"}},
-        {"step_in_backward": True},
-        {"activation_checkpointing": "full", "chunked_loss": 8},
-    ],
+    few(
+        [
+            {"optimizer": "adamw8bit"},
+            {"optimizer": "adafactor"},
+            {"optimizer": "muon"},
+            {"lora": 2},
+            {"lora": {"rank": 2, "base": "nf4"}},
+            {"step_in_backward": True},
+            {"activation_checkpointing": "full", "chunked_loss": 8},
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_formula_matches_each_memory_option(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:

@@ -131,6 +131,7 @@ def test_asynchronous_save_after_a_fit_is_immediate(make_trainer: Any, batches: 
     checkpoint.verify(tmp_path / "c")
 
 
+@pytest.mark.more
 def test_asynchronous_save_on_ranks_equals_a_synchronous_one(on_ranks: RankPool, tmp_path: Path) -> None:
     options = {"every_n_train_steps": 1}
     waited = on_ranks(2, train, tmp_path / "a", "zero3", 2, NUM_STEPS, **options)[0]

@@ -173,6 +173,7 @@ def fit_and_save(root: Path, devices: int, strategy: str) -> None:
     trainer.save_checkpoint(root / f"{strategy}-resumed")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ranks_average_their_shards_and_share_statistics(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
     on_ranks(2, fit_and_save, tmp_path, 2, strategy)

@@ -21,6 +21,7 @@ from roomier.checkpoint.export.lightning import export_lightning
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
 from tests.checkpoint.lightning_runs import OwnModule, fit_in_lightning, lightning_module, loader
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
@@ -321,7 +322,7 @@ def continued(path: Path, strategy: str, batch_size: int) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero2", "zero3"]))
 def test_two_ranks_resume_the_run_of_one(
     tmp_path: Path, on_ranks: RankPool, make_trainer: Callable[..., Trainer], strategy: str
 ) -> None:

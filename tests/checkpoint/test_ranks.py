@@ -18,7 +18,7 @@ from roomier import checkpoint
 from roomier.checkpoint import parts, store, tensor_file
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.ranks.pool import RankFailed, RankPool
 
 SHAPES = {"even": (8, 3), "uneven": (7, 5), "fewer_rows_than_ranks": (1, 4), "vector": (5,), "no_rows": (0, 3)}
@@ -86,7 +86,7 @@ def load_sharded(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "saved_as"), [(2, "sharded"), (4, "sharded"), (4, "hsdp"), (2, "replicated"), (2, "columns")]
+    ("saved_by", "saved_as"), few([(2, "sharded"), (4, "sharded"), (4, "hsdp"), (2, "replicated"), (2, "columns")])
 )
 def test_load_on_another_number_of_ranks(tmp_path: Path, on_ranks: RankPool, saved_by: int, saved_as: str) -> None:
     path = tmp_path / "c"
@@ -223,7 +223,7 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(("how", "failing"), covering(["unstorable", "full disk", "bug", "other tensors"], [0, 1]))
+@pytest.mark.parametrize(("how", "failing"), few(covering(["unstorable", "full disk", "bug", "other tensors"], [0, 1])))
 def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_old_checkpoint(
     tmp_path: Path, on_ranks: RankPool, failing: int, how: str
 ) -> None:
@@ -281,7 +281,7 @@ def save_until_killed(folder: Path, victim: int, after_s: float) -> None:
             os.replace(folder / "next", folder / "reported")  # a kill can interrupt write_text
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", few([0, 1]))
 def test_a_rank_killed_during_a_save_leaves_the_last_checkpoint(
     tmp_path: Path, on_ranks: RankPool, victim: int
 ) -> None:

@@ -300,6 +300,7 @@ def test_one_rank_of_a_process_group_saves_and_loads_sharded_tensors(tmp_path):
     assert torch.equal(checkpoint.load(tmp_path / "c")["w"], full)
 
 
+@pytest.mark.more
 def test_saving_needs_no_additional_memory(tmp_path):
     program = """
 import sys, torch

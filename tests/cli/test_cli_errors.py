@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from roomier.cli.main import main
+from tests.covering import few
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
 TOY = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
@@ -17,40 +18,46 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ([], ["--model=None: is required"]),
-        (["--model"], ["--model=None: expected one argument"]),
-        (["--model", "no_such.Thing"], ["model='no_such.Thing'", "the module 'no_such' does not exist"]),
-        (["--model", "cli_toy.ToyModul"], ["cli_toy has no 'ToyModul'", "Did you mean 'ToyModule'?"]),
-        (["--model", "ToyModul"], ["model='ToyModul': must be a class path"]),
-        (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': must be a subclass of Module"]),
-        ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': must be a subclass of DataModule"]),
-        ([*TOY, "--model.lrr", "3"], ["is not an argument of cli_toy.ToyModule", "Did you mean 'lr'?"]),
-        ([*TOY, "--model.lr", "x"], ["model.lr='x': has the wrong type. Pass float"]),
-        ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
-        ([*TOY, "--trainer.gpus", "1"], ["--trainer.gpus='1'", "Use --trainer.accelerator gpu --trainer.devices 1"]),
-        ([*TOY, "--trainer.distributed_backend=ddp"], ["Use --trainer.strategy ddp"]),
-        ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "See help(roomier.Trainer)"]),
-        ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': has the wrong type. Pass int"]),
-        (
-            [*TOY, "--trainer.max_epochs", "three"],
-            ["trainer.max_epochs='three': has the wrong type. Pass int or null."],
-        ),
-        (
-            [*TOY, "--trainer.limit_val_batches", "all"],
-            ["trainer.limit_val_batches='all': has the wrong type. Pass int, float or null."],
-        ),
-        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': has the wrong type. Pass bool, int or null."]),
-        ([*TOY, "--trainer", "fast"], ["trainer='fast': must be a mapping or the path of a YAML file. Write"]),
-        ([*TOY, "--trainer.default_root_dir", "a\0b"], ["default_root_dir='a\\x00b': contains a NUL byte"]),
-        ([*TOY, "--ckpt_path", "a\0b"], ["ckpt_path='a\\x00b': contains a NUL byte"]),
-        ([*TOY, "--config", "a\0b"], ["config='a\\x00b': contains a NUL byte"]),
-        ([*TOY, "--trainer.max_steps", "-5"], ["max_steps=-5", "Use an integer of -1 or more"]),
-        ([*TOY, "--trainer.strategy", "nonesuch"], ["strategy='nonesuch'"]),
-        ([*TOY, "--trainer.callbacks", "roomier.callbacks.EarlyStoppin"], ["Did you mean 'EarlyStopping'?"]),
-        ([*TOY, "--config", "none.yaml"], ["config='none.yaml': cannot be read: No such file"]),
-        ([*TOY, "--trainer.max_steps", "2", "--ckpt_path", "no/such"], ["no/such"]),
-    ],
+    few(
+        [
+            ([], ["--model=None: is required"]),
+            (["--model"], ["--model=None: expected one argument"]),
+            (["--model", "no_such.Thing"], ["model='no_such.Thing'", "the module 'no_such' does not exist"]),
+            (["--model", "cli_toy.ToyModul"], ["cli_toy has no 'ToyModul'", "Did you mean 'ToyModule'?"]),
+            (["--model", "ToyModul"], ["model='ToyModul': must be a class path"]),
+            (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': must be a subclass of Module"]),
+            ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': must be a subclass of DataModule"]),
+            ([*TOY, "--model.lrr", "3"], ["is not an argument of cli_toy.ToyModule", "Did you mean 'lr'?"]),
+            ([*TOY, "--model.lr", "x"], ["model.lr='x': has the wrong type. Pass float"]),
+            ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
+            (
+                [*TOY, "--trainer.gpus", "1"],
+                ["--trainer.gpus='1'", "Use --trainer.accelerator gpu --trainer.devices 1"],
+            ),
+            ([*TOY, "--trainer.distributed_backend=ddp"], ["Use --trainer.strategy ddp"]),
+            ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "See help(roomier.Trainer)"]),
+            ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': has the wrong type. Pass int"]),
+            (
+                [*TOY, "--trainer.max_epochs", "three"],
+                ["trainer.max_epochs='three': has the wrong type. Pass int or null."],
+            ),
+            (
+                [*TOY, "--trainer.limit_val_batches", "all"],
+                ["trainer.limit_val_batches='all': has the wrong type. Pass int, float or null."],
+            ),
+            ([*TOY, "--seed_everything", "x"], ["seed_everything='x': has the wrong type. Pass bool, int or null."]),
+            ([*TOY, "--trainer", "fast"], ["trainer='fast': must be a mapping or the path of a YAML file. Write"]),
+            ([*TOY, "--trainer.default_root_dir", "a\0b"], ["default_root_dir='a\\x00b': contains a NUL byte"]),
+            ([*TOY, "--ckpt_path", "a\0b"], ["ckpt_path='a\\x00b': contains a NUL byte"]),
+            ([*TOY, "--config", "a\0b"], ["config='a\\x00b': contains a NUL byte"]),
+            ([*TOY, "--trainer.max_steps", "-5"], ["max_steps=-5", "Use an integer of -1 or more"]),
+            ([*TOY, "--trainer.strategy", "nonesuch"], ["strategy='nonesuch'"]),
+            ([*TOY, "--trainer.callbacks", "roomier.callbacks.EarlyStoppin"], ["Did you mean 'EarlyStopping'?"]),
+            ([*TOY, "--config", "none.yaml"], ["config='none.yaml': cannot be read: No such file"]),
+            ([*TOY, "--trainer.max_steps", "2", "--ckpt_path", "no/such"], ["no/such"]),
+        ],
+        5,
+    ),
 )
 def test_invalid_option_gives_one_message_and_exit_code_2(
     words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,38 +74,50 @@ def test_invalid_option_gives_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("trainer: {max_epochs: three}", ["trainer.max_epochs='three'", "wrong type, in {file}. Pass int or null."]),
-        ("seed_everything: x", ["seed_everything='x'", "in {file}"]),
-        ("model: {class_path: cli_toy.ToyModule, init_args: {lr: x}}", ["model.lr='x'", "in {file}. Pass float."]),
-        (
-            "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: v, patience: y}}]}",
-            ["trainer.callbacks.patience='y'", "in {file}. Pass int."],
-        ),
-        ("trainer: {callbacks: {class_path: roomier.callbacks.EarlyStopping}}", ["EarlyStopping", "required: monitor"]),
-        ("trainers: {max_steps: 3}", ["trainers.max_steps=3", "is not an option, in {file}", "'--trainer.max_steps'?"]),
-        ("trainer: 3", ["trainer=3: must be a mapping, in {file}"]),
-        (
-            "trainer:\n  max_steps: 3\n  max_steps: 4",
-            ["config='{file}'", "duplicate key 'max_steps' (line 3, column 3)"],
-        ),
-        ("", ["config='{file}': must contain a mapping of options, but is empty"]),
-        ("[1, 2]", ["config='{file}': must contain a mapping of options, but contains a list"]),
-        ("trainer:\n\tmax_steps: 3", ["config='{file}': is not YAML", "(line 2, column 1)"]),
-        ("day: 2021-99-99", ["config='{file}': is not YAML: month must be in 1..12"]),
-        ("trainer: &a {max_steps: *a}", ["config='{file}': is not YAML: an alias contains itself"]),
-        ("[" * 5000, ["config='{file}': is not YAML: the nesting is too deep"]),
-        ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
-        ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator: gpu, devices: N, strategy: ddp"]),
-        ("trainer: [", ["is not YAML"]),
-        ("model: cli_toy.Missing", ["cli_toy has no 'Missing'"]),
-        ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),
-        ("trainer: {callbacks: [{class_path: cli_toy.CountsPrediction}]}", ["Did you mean 'CountsPredictions'?"]),
-        (
-            "trainer: {callbacks: [{class_path: roomier.callbacks.EarlyStopping, init_args: {monito: val_loss}}]}",
-            ["trainer.callbacks", "Did you mean 'monitor'?"],
-        ),
-    ],
+    few(
+        [
+            (
+                "trainer: {max_epochs: three}",
+                ["trainer.max_epochs='three'", "wrong type, in {file}. Pass int or null."],
+            ),
+            ("seed_everything: x", ["seed_everything='x'", "in {file}"]),
+            ("model: {class_path: cli_toy.ToyModule, init_args: {lr: x}}", ["model.lr='x'", "in {file}. Pass float."]),
+            (
+                "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: v, patience: y}}]}",
+                ["trainer.callbacks.patience='y'", "in {file}. Pass int."],
+            ),
+            (
+                "trainer: {callbacks: {class_path: roomier.callbacks.EarlyStopping}}",
+                ["EarlyStopping", "required: monitor"],
+            ),
+            (
+                "trainers: {max_steps: 3}",
+                ["trainers.max_steps=3", "is not an option, in {file}", "'--trainer.max_steps'?"],
+            ),
+            ("trainer: 3", ["trainer=3: must be a mapping, in {file}"]),
+            (
+                "trainer:\n  max_steps: 3\n  max_steps: 4",
+                ["config='{file}'", "duplicate key 'max_steps' (line 3, column 3)"],
+            ),
+            ("", ["config='{file}': must contain a mapping of options, but is empty"]),
+            ("[1, 2]", ["config='{file}': must contain a mapping of options, but contains a list"]),
+            ("trainer:\n\tmax_steps: 3", ["config='{file}': is not YAML", "(line 2, column 1)"]),
+            ("day: 2021-99-99", ["config='{file}': is not YAML: month must be in 1..12"]),
+            ("trainer: &a {max_steps: *a}", ["config='{file}': is not YAML: an alias contains itself"]),
+            ("[" * 5000, ["config='{file}': is not YAML: the nesting is too deep"]),
+            ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
+            ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator: gpu, devices: N, strategy: ddp"]),
+            ("trainer: [", ["is not YAML"]),
+            ("model: cli_toy.Missing", ["cli_toy has no 'Missing'"]),
+            ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),
+            ("trainer: {callbacks: [{class_path: cli_toy.CountsPrediction}]}", ["Did you mean 'CountsPredictions'?"]),
+            (
+                "trainer: {callbacks: [{class_path: roomier.callbacks.EarlyStopping, init_args: {monito: val_loss}}]}",
+                ["trainer.callbacks", "Did you mean 'monitor'?"],
+            ),
+        ],
+        5,
+    ),
 )
 def test_invalid_yaml_gives_one_message(
     text: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

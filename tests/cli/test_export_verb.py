@@ -10,6 +10,7 @@ import torch
 from roomier import checkpoint
 from roomier.checkpoint.lightning import LightningFile
 from roomier.cli.main import main
+from tests.covering import few
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
 TOY = ["--model", "cli_toy.HasForward", "--data", "cli_toy.ToyData", "--trainer.max_steps", "3"]
@@ -101,7 +102,7 @@ def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
     assert main(["export", str(run_folder), "--to", "lightning", str(tmp_path / "x.ckpt")]) == 2
 
 
-@pytest.mark.parametrize(("to", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2")])
+@pytest.mark.parametrize(("to", "suffix"), few([("onnx", ".onnx"), ("torch-export", ".pt2")]))
 def test_inputs_have_the_format_of_plan(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, suffix: str
 ) -> None:
@@ -118,24 +119,27 @@ def test_inputs_have_the_format_of_plan(
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["--to", "lightning", *MODEL], "is not supported with --to lightning"),
-        (["--to", "lightning", "--model.hidden", "3"], "is not supported with --to lightning"),
-        (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
-        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "must be a model class"),
-        (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "does not match the weights of HasForward"),
-        (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is unknown or has no value"),
-        (["--to", "torchscript"], "--model=None: is required"),
-        (["--to", "safetensors", "--trust-run-folder"], "is not supported with --to safetensors"),
-        (["--to", "onnx", "--trust-run-folder"], "--input=None: is required to call forward"),
-        (
-            ["--to", "onnx", "--trust-run-folder", "--input", "float32[2,5]"],
-            "--input='float32[2,5]': cannot be passed to forward",
-        ),
-        (["--to", "torchscript", "--dtype", "bf16"], "is not supported with --to torchscript"),
-        (["--to", "pickle"], "invalid choice"),
-        (["--to", "lightning", "a", "--output", "b"], "cannot be combined with out"),
-    ],
+    few(
+        [
+            (["--to", "lightning", *MODEL], "is not supported with --to lightning"),
+            (["--to", "lightning", "--model.hidden", "3"], "is not supported with --to lightning"),
+            (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
+            (["--to", "torchscript", "--model", "cli_toy.ToyData"], "must be a model class"),
+            (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "does not match the weights of HasForward"),
+            (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is unknown or has no value"),
+            (["--to", "torchscript"], "--model=None: is required"),
+            (["--to", "safetensors", "--trust-run-folder"], "is not supported with --to safetensors"),
+            (["--to", "onnx", "--trust-run-folder"], "--input=None: is required to call forward"),
+            (
+                ["--to", "onnx", "--trust-run-folder", "--input", "float32[2,5]"],
+                "--input='float32[2,5]': cannot be passed to forward",
+            ),
+            (["--to", "torchscript", "--dtype", "bf16"], "is not supported with --to torchscript"),
+            (["--to", "pickle"], "invalid choice"),
+            (["--to", "lightning", "a", "--output", "b"], "cannot be combined with out"),
+        ],
+        3,
+    ),
 )
 def test_invalid_options_are_rejected(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
