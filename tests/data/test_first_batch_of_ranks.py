@@ -26,6 +26,7 @@ from roomier.data import CombinedLoader
 from roomier.data.compared import checksum
 from roomier.data.divided import share_of
 from roomier.data.source import Source
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 NUM_SAMPLES = 24
@@ -114,7 +115,7 @@ def samples_of(name: str, training: bool) -> list[int] | str:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("name", few(HIDDEN, 2))
 def test_different_first_batches_are_rejected_on_all_ranks(on_ranks: RankPool, name: str, training: bool) -> None:
     for text in on_ranks(2, samples_of, name, training):
         assert isinstance(text, str)
@@ -259,7 +260,7 @@ def _first(sample: tuple[int]) -> int:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["split", "batched", "whole"])
+@pytest.mark.parametrize("kind", few(["split", "batched", "whole"]))
 def test_a_webdataset_is_read_completely(on_ranks: RankPool, tmp_path: Path, kind: str, training: bool) -> None:
     pytest.importorskip("webdataset")
     read = on_ranks(2, read_webdataset, write_shards(tmp_path, 4), kind, training)

@@ -14,6 +14,7 @@ from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data.source import Source
+from tests.covering import few
 from tests.data.pretended import Pretended
 
 
@@ -106,7 +107,7 @@ def turns_of(make: Callable[[int], Any], length: int, limit: float) -> list[tupl
     return [(int(turn.batch), turn.counts) for turn in part.turns(limit)]
 
 
-@pytest.mark.parametrize(("length", "limit"), [(7, 100), (8, 100), (8, 5), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("length", "limit"), few([(7, 100), (8, 100), (8, 5), (4, 2), (2, 1)], 2))
 def test_a_stream_that_shards_itself(on_ranks, length: int, limit: int):
     of_ranks = on_ranks(2, turns_of, Sharded, length, limit)
     assert len(of_ranks[0]) == len(of_ranks[1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from roomier.callbacks import DeviceStatsMonitor, MemoryForecast
+from tests.covering import few
 from tests.device.runs import NUM_STEPS, RELATIVE, Language, difference, loader, trainer_of, weights_of
 from tests.simulator import simulated
 from tests.simulator.workers import SimulatedRanks
@@ -48,7 +49,7 @@ def evaluate(folder: Path, keywords: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "keywords", "schedule"),
-    [(1, {}, "LATE"), (2, {"strategy": "zero3", "devices": 2}, "OTHERS_FIRST")],
+    few([(1, {}, "LATE"), (2, {"strategy": "zero3", "devices": 2}, "OTHERS_FIRST")]),
     ids=["single", "zero3"],
 )
 def test_evaluation_and_prediction_compute_the_numbers_of_the_cpu(

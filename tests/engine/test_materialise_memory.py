@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from roomier.engine.materialise import built_in_parts
+from tests.covering import few
 from tests.engine.materialised import built, plan_for, ranks_here
 from tests.ranks.pool import RankPool
 
@@ -87,7 +88,7 @@ def stored(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("how", "num_ranks", "from_file"),
-    [("configure_model", 2, False), ("configure_model", 2, True), ("meta", 3, False), ("meta", 2, True)],
+    few([("configure_model", 2, False), ("configure_model", 2, True), ("meta", 3, False), ("meta", 2, True)]),
 )
 def test_a_rank_holds_its_shards_and_a_few_tensors(
     on_ranks: RankPool, tmp_path: Path, how: str, num_ranks: int, from_file: bool

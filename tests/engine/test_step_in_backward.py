@@ -18,6 +18,7 @@ from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.techniques.optim.by_name import OPTIMIZERS
+from tests.covering import few
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -322,7 +323,7 @@ ON_RANKS = {
 
 
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize("strategy", few(["zero2", "zero3", "hsdp"], 2))
 def test_sharded_weights(on_ranks: RankPool, strategy: str, every_pair: bool) -> None:
     """Either every second case has a tied output layer, or each case is tested with and without a tied output layer."""
     cases = {

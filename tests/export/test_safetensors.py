@@ -24,7 +24,7 @@ from roomier.checkpoint import tensor_file
 from roomier.checkpoint.export.safetensors import export_safetensors
 from roomier.cli.main import main
 from roomier.core.errors import CheckpointError, RoomierError
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.ranks.pool import RankPool
 
 transformers.PreTrainedModel  # noqa: B018 - imports the code of models once, instead of in each rank
@@ -60,7 +60,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("dim", "chunk_bytes"), covering([0, 1], [16, 2**24]))
+@pytest.mark.parametrize(("dim", "chunk_bytes"), few(covering([0, 1], [16, 2**24])))
 def test_checkpoint_of_several_ranks_is_unsharded(
     tmp_path: Path, on_ranks: RankPool, monkeypatch: Any, dim: int, chunk_bytes: int
 ) -> None:
@@ -158,7 +158,7 @@ def fit_gpt2(folder: Path, num_ranks: int, inside: bool) -> dict[str, torch.Tens
     return {name: getattr(each, "full_tensor", each.clone)() for name, each in network.state_dict().items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "inside"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("num_ranks", "inside"), few([(1, True), (2, False)]))
 def test_transformers_loads_the_folder(tmp_path: Path, on_ranks: RankPool, num_ranks: int, inside: bool) -> None:
     trained = on_ranks(num_ranks, fit_gpt2, tmp_path, num_ranks, inside)[0]
     done = export_safetensors(tmp_path / "c", tmp_path / "out", max_shard_bytes=2000)

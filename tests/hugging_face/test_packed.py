@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from roomier import Module, Trainer
 from roomier.data import LengthGroupedBatchSampler, PackedCollate
+from tests.covering import few
 from tests.hugging_face.models import KINDS, VOCABULARY
 from tests.ranks.pool import RankPool
 
@@ -103,7 +104,7 @@ def fit_on_ranks(folder: Path, strategy: str) -> list[list[Tensor]]:
     return [trained(KINDS["llama"].model(dropout=False), each, folder, **flags) for each in (padded, packed)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero3"]))
 def test_two_ranks_equal_one_rank_that_accumulates(on_ranks: RankPool, strategy: str, tmp_path: Path) -> None:
     assert len(loader_of(packed)) % 2 == 0  # no batch is dropped
     model = KINDS["llama"].model(dropout=False)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import roomier
 from roomier.callbacks import ModelCheckpoint
+from tests.covering import few
 from tests.ranks.pool import RankFailed, RankPool
 
 NUM_SAMPLES = 48
@@ -94,12 +95,23 @@ def samples_of(root: Path) -> Steps:
 
 @pytest.mark.parametrize(
     ("before", "after", "notices"),
-    [
-        ((2, 4, 1), (2, 4, 1), None),
-        ((2, 4, 1), (1, 4, 1), "2 ranks x 1 micro-batches x 4 samples and is kept as 1 ranks x 2 micro-batches x 4"),
-        ((1, 4, 2), (2, 4, 2), "1 ranks x 2 micro-batches x 4 samples and is kept as 2 ranks x 1 micro-batches x 4"),
-        ((2, 4, 1), (4, 4, 1), "kept as 4 ranks x 1 micro-batches x 2 samples"),
-    ],
+    few(
+        [
+            ((2, 4, 1), (2, 4, 1), None),
+            (
+                (2, 4, 1),
+                (1, 4, 1),
+                "2 ranks x 1 micro-batches x 4 samples and is kept as 1 ranks x 2 micro-batches x 4",
+            ),
+            (
+                (1, 4, 2),
+                (2, 4, 2),
+                "1 ranks x 2 micro-batches x 4 samples and is kept as 2 ranks x 1 micro-batches x 4",
+            ),
+            ((2, 4, 1), (4, 4, 1), "kept as 4 ranks x 1 micro-batches x 2 samples"),
+        ],
+        2,
+    ),
     ids=["same", "fewer", "more, fewer micro-batches", "more, smaller micro-batches"],
 )
 def test_a_restarted_job_keeps_the_global_batch(

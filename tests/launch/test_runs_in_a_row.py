@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import roomier
+from tests.covering import few
 from tests.ranks.pool import RankFailed, RankPool
 
 BATCHES = [torch.linspace(0, 1, 8).reshape(2, 4) * number for number in range(1, 9)]
@@ -56,7 +57,7 @@ def fit_and_look_twice(root: Path, strategy: str, num_ranks: int) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero1", "zero2", "zero3"]))
 def test_a_model_can_be_fitted_and_validated_repeatedly(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     [expected] = on_ranks(1, fit_and_look_twice, tmp_path, "single", 1)
     first, second = on_ranks(2, fit_and_look_twice, tmp_path, strategy, 2)
@@ -87,7 +88,7 @@ def weights_without_seeds(root: Path, strategy: str) -> tuple[float, float]:
     return own, float((bias.full_tensor() if hasattr(bias, "full_tensor") else bias).sum())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero2", "zero3"]))
 def test_every_rank_starts_with_the_weights_of_rank_0(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     zero, one = on_ranks(2, weights_without_seeds, tmp_path, strategy)
     assert zero[0] != one[0]

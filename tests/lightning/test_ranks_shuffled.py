@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import roomier
+from tests.covering import few
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
@@ -59,7 +60,7 @@ def joined(of_ranks: list[dict[int, list[int]]]) -> dict[int, list[int]]:
     }
 
 
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", few([False, True]))
 def test_ranks_read_the_order_of_one_process(on_ranks, tmp_path, validates):
     options: dict[str, Any] = {"max_epochs": 2, "validates": validates, "num_sanity_val_steps": 0}
     expected = read(pl.Trainer, tmp_path, 1, **options)

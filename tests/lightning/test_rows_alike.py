@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roomier
 from roomier import Trainer
 from roomier.callbacks import ModelCheckpoint
+from tests.covering import few
 from tests.lightning.modules import Regression, TwoOptimizers, in_order, pl, torchmetrics
 from tests.lightning.rows import Rows, assert_equal_rows, run_with
 from tests.ranks.pool import RankPool
@@ -263,7 +264,7 @@ def losses_on_a_rank(folder: str, strategy: Any, accumulate: int, reduction: str
     return module.own, module.seen
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", {"name": "hsdp", "shard_size": 2}])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero1", "zero2", "zero3", {"name": "hsdp", "shard_size": 2}]))
 @pytest.mark.parametrize(("accumulate", "reduction"), [(1, "mean"), (2, "mean"), (1, "sum")])
 def test_the_hook_receives_the_loss_of_its_rank(
     on_ranks: RankPool, strategy: Any, accumulate: int, reduction: str, tmp_path: Path

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from roomier import Trainer
 from roomier.plan import Plan
 from roomier.plan.parts import LossPlan
+from tests.covering import few
 from tests.parallel.parity import Batch, Setup, distance, train_bare, train_on_ranks, whole_weights
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -33,7 +34,7 @@ LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2
 CASES = [(Language, *layout) for layout in LAYOUTS] + [(TiedLanguage, "ddp", 2, None), (TiedLanguage, "zero3", 2, None)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", few([2, 4]))
 def test_each_strategy(on_ranks: RankPool, num_ranks: int) -> None:
     same = {"accumulate": 2, "clip": 0.5, "terms": "none on one", "num_steps": 3}
     cases = [(task, Chunked(*layout, **same)) for task, *layout in CASES if layout[1] == num_ranks]

@@ -21,7 +21,7 @@ from roomier.planner.memory.kinds import MODEL_STATES, Kind
 from roomier.planner.memory.predict import predict, predict_built
 from roomier.planner.memory.report import report_of
 from roomier.planner.memory.tracker import MemoryTracker, tracking
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.ranks.pool import RankPool
 
 TOLERANCE = 0.03
@@ -122,12 +122,15 @@ def measured_and_formula(strategy: str, cases: list[Any]) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [
-        *covering(["ddp", "zero1", "zero2", "zero3"], [2, 3]),
-        ("hsdp", 4),
-        ("zero3, sequential", 2),
-        ("zero1, sequential", 3),
-    ],
+    few(
+        [
+            *covering(["ddp", "zero1", "zero2", "zero3"], [2, 3]),
+            ("hsdp", 4),
+            ("zero3, sequential", 2),
+            ("zero1, sequential", 3),
+        ],
+        4,
+    ),
 )
 def test_formula_matches_the_measurement_on_each_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     check_formula(on_ranks, strategy, num_ranks, CASES if num_ranks == 2 else CASES[1:4:2])

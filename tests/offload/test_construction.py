@@ -23,6 +23,7 @@ from roomier.engine.weights_file import WeightsFile
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.techniques.precision.policy import precision_of
+from tests.covering import few
 
 CPU = torch.device("cpu")
 ALONE = Ranks(World(0, 1, 0, 0, 1))
@@ -130,7 +131,7 @@ def stored(folder: Path) -> Path:
     not Path("/proc/self/clear_refs").exists(),
     reason="resets the peak memory of a process in /proc, which only Linux supports",
 )
-@pytest.mark.parametrize("has_file", [False, True])
+@pytest.mark.parametrize("has_file", few([False, True]))
 def test_only_the_ring_and_one_parameter_are_in_memory(has_file: bool, tmp_path: Path) -> None:
     arguments = [str(tmp_path)]
     if has_file:

@@ -15,6 +15,7 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.sharded import local_part
 from roomier.techniques.offload.states import OffloadedStates
+from tests.covering import few
 from tests.device.fits import Language, weights_of
 from tests.ranks.pool import RankPool
 from tests.simulator import simulated
@@ -90,13 +91,13 @@ def keywords_of(case: str, tier: str, folder: Path, mode: str) -> tuple[int, dic
     return num_ranks, {**keywords, "offload": offload, "default_root_dir": folder}
 
 
-@pytest.mark.parametrize("case", ON_RANKS)
+@pytest.mark.parametrize("case", few(ON_RANKS))
 def test_on_the_cpu(on_ranks: RankPool, case: str, tmp_path: Path) -> None:
     num_ranks, keywords = keywords_of(case, "disk", tmp_path, "speculative")
     assert on_ranks(num_ranks, resume, "cpu", keywords, tmp_path) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("case", ["single", "zero3", "parameters", "zero3, parameters"])
+@pytest.mark.parametrize("case", few(["single", "zero3", "parameters", "zero3, parameters"]))
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_on_an_accelerator(on_simulated: SimulatedRanks, case: str, tier: str, tmp_path: Path) -> None:
     num_ranks, keywords = keywords_of(case, tier, tmp_path, "deferred")

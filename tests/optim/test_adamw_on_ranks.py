@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from roomier import Callback, Module, Trainer
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.device.rng import seed_everything
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_on_ranks
 from tests.ranks.pool import RankPool
 
@@ -64,7 +64,7 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
     return trained
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), covering(LAYOUTS, NAMES))
+@pytest.mark.parametrize(("layout", "optimizer"), few(covering(LAYOUTS, NAMES), 3))
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
     """The order of sums changes the last bit of a gradient, which can select the adjacent code. This affects one of
     several thousand codes. In most of these runs, no code is affected, and the results agree as closely as in
@@ -173,11 +173,13 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [
-        ("adamw8bit", "32-true"),
-        pytest.param("adamw4bit", "32-true", marks=pytest.mark.slow),
-        ("adamw4bit", "bf16-true"),
-    ],
+    few(
+        [
+            ("adamw8bit", "32-true"),
+            pytest.param("adamw4bit", "32-true", marks=pytest.mark.slow),
+            ("adamw4bit", "bf16-true"),
+        ]
+    ),
 )
 def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, precision: str
@@ -197,7 +199,7 @@ def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
         before = first
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), covering([("single", 1), ("zero3", 2)], NAMES))
+@pytest.mark.parametrize(("layout", "optimizer"), few(covering([("single", 1), ("zero3", 2)], NAMES), 2))
 def test_a_stopped_run_resumes_bit_for_bit(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, layout: tuple[str, int]
 ) -> None:

@@ -15,7 +15,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.exchange import all_reduce_bytes
 from roomier.techniques.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
 from roomier.techniques.optim.sign_code import BLOCK
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.ranks.pool import RankPool
 
 # Sizes that the number of ranks divides or does not divide, sizes below the number of ranks, and sizes above a block.
@@ -106,7 +106,7 @@ def run(optimizer: OneBitAdam, parameters: list[nn.Parameter], steps: range) -> 
     return sent
 
 
-@pytest.mark.parametrize(("num_ranks", "rounds"), covering([1, 2, 3, 4], [False, True]))
+@pytest.mark.parametrize(("num_ranks", "rounds"), few(covering([1, 2, 3, 4], [False, True]), 2))
 def test_steps_equal_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: bool) -> None:
     expected = reference(num_ranks, 25, 8, rounds=rounds)
     for weights, _ in on_ranks(num_ranks, train, 25, freeze_step=8, rounds_variance=rounds):
@@ -123,7 +123,7 @@ def test_float32_differs_by_rounding_only(on_ranks: RankPool) -> None:
         torch.testing.assert_close(weight.double(), reference_weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", few([1, 2, 3], 2))
 def test_steps_before_the_freeze_equal_adamw_on_averaged_gradients(on_ranks: RankPool, num_ranks: int) -> None:
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
     adamw = torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY)
@@ -150,7 +150,7 @@ def bytes_of_steps(num_steps: int, freeze_step: int) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", few([2, 4]))
 def test_bytes_sent_against_ddp(on_ranks: RankPool, num_ranks: int) -> None:
     ddp = all_reduce_bytes(4 * (256 * 300 + 300), num_ranks)
     for sent in on_ranks(num_ranks, bytes_of_steps, 6, 3):
@@ -174,7 +174,7 @@ def resumed(num_steps: int, at: int, freeze_step: int, rounds_variance: bool) ->
     return all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize(("num_ranks", "at"), covering([1, 2, 3], [0, 6, 10]))
+@pytest.mark.parametrize(("num_ranks", "at"), few(covering([1, 2, 3], [0, 6, 10]), 2))
 def test_restored_states_continue_bit_for_bit(on_ranks: RankPool, num_ranks: int, at: int) -> None:
     calls = [(14, at, 6, rounds) for rounds in (False, True)]
     for call, by_rank in zip(calls, on_ranks.each(num_ranks, resumed, calls), strict=True):

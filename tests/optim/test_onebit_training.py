@@ -25,7 +25,7 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import Kind, kind_of
 from roomier.techniques.optim.onebit_adam import OneBitAdam, onebit_options
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.parallel.parity import OPTIMIZERS, Setup, batches_of, train_bare, whole_weights
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -101,7 +101,7 @@ def last(losses: list[float]) -> float:
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "32-true"), ("zero1", "bf16-mixed")])
+@pytest.mark.parametrize(("strategy", "precision"), few([("ddp", "32-true"), ("zero1", "bf16-mixed")]))
 def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision: str) -> None:
     plain = ("ddp", {"name": "adamw"}, 100, 32, precision)
     frozen = (strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)
@@ -144,7 +144,7 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("window", "strategy"), covering([(1, "all"), (2, "some"), (2, "none on one")], ["ddp", "zero1"])
+    ("window", "strategy"), few(covering([(1, "all"), (2, "some"), (2, "none on one")], ["ddp", "zero1"]))
 )
 def test_the_averaged_gradient_equals_the_gradient_of_the_global_batch(
     on_ranks: RankPool, window: tuple[int, str], strategy: str
@@ -220,7 +220,7 @@ def fit(
     return {name: each.detach().clone() for name, each in module.named_parameters()}, optimizer.bytes_sent
 
 
-@pytest.mark.parametrize(("strategy", "stops"), [("ddp", [10]), ("zero1", [4, 10])])
+@pytest.mark.parametrize(("strategy", "stops"), few([("ddp", [10]), ("zero1", [4, 10])]))
 def test_a_resumed_run_equals_an_uninterrupted_run(
     on_ranks: RankPool, tmp_path: Path, strategy: str, stops: list[int]
 ) -> None:

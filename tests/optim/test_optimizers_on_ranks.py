@@ -10,6 +10,7 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
+from tests.covering import few
 from tests.parallel.parity import Setup, Trained, distance, engine_of, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -28,7 +29,7 @@ def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
+@pytest.mark.parametrize("layout", few(map(pytest.param, LAYOUTS), 3), ids=lambda layout: f"{layout[0]} on {layout[1]}")
 def test_ranks_train_as_one_process(on_ranks: RankPool, layout: tuple[str, int, int | None]) -> None:
     """Use float64, in which the order of sums cannot change the values that Muon rounds to bfloat16."""
     strategy, num_ranks, shard_size = layout

@@ -15,6 +15,7 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import Plan
 from roomier.techniques.optim.configured import Configured
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 SHARDED = ["zero1", "zero2", "zero3"]
@@ -88,7 +89,7 @@ def losses_on_rank(*args: Any) -> list[float]:
     return losses(*args, rank=torch.distributed.get_rank())
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", few(SHARDED, 2))
 def test_gradients_and_parameters_between_backward_and_update(on_ranks: RankPool, strategy: str) -> None:
     cases = [(torch.optim.SGD, False), (FillsWithZeros, False), (StepsInBackward, False), (torch.optim.SGD, True)]
     calls = [(strategy, optimizer, runs_block, 2) for optimizer, runs_block in cases]
@@ -194,7 +195,7 @@ def num_page_faults(strategy: str, num_ranks: int) -> float:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns freed memory at these thresholds")
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", few(SHARDED))
 def test_steps_reuse_the_memory_of_earlier_steps(on_ranks: RankPool, strategy: str) -> None:
     # The unsharded parameters have 6144 pages. If each step returned and cleared their memory, it would have more
     # page faults.

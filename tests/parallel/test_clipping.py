@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from roomier.techniques.parallel.mesh import make_mesh
 from roomier.techniques.parallel.norm import clip_grad_norm, clip_grad_value
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 
@@ -76,7 +77,7 @@ def distributed_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "shards"), [(2, [2]), (4, [4, 2])])
+@pytest.mark.parametrize(("num_ranks", "shards"), few([(2, [2]), (4, [4, 2])]))
 def test_clipping_by_norm_and_by_value_matches_torch(on_ranks: RankPool, num_ranks: int, shards: list[int]) -> None:
     ways = [(0.1, False), (100.0, False), (0.1, True)]
     on_ranks.each(num_ranks, clip_both, [(num_ranks, num_shards, *way) for num_shards in shards for way in ways])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from roomier.core.errors import TrainingError
 from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions, wait_for
 from roomier.techniques.parallel.mesh import REPLICATE, SHARD, make_mesh
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 SIZES = [1, 7, 64]
@@ -32,7 +33,7 @@ def gather_both() -> None:
         assert torch.equal(ours, torch.cat(theirs))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", few([2, 3, 4], 2))
 def test_all_gather_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
     on_ranks(num_ranks, gather_both)
 
@@ -81,7 +82,7 @@ def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGro
     return result
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", few([2, 3, 4], 2))
 def test_reduce_scatter_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     on_ranks.each(num_ranks, reduce_both, list(itertools.product(dtypes, (False, True))))
@@ -143,7 +144,7 @@ def reduce_with_shared_buffers() -> None:
     assert [each.tolist() for each in results] == [[4.0 * group.size()] * 4] * 2 + [[6.0 * group.size()] * 6]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", few([2, 3, 4]))
 def test_reductions_of_equal_size_share_their_buffers(on_ranks: RankPool, num_ranks: int) -> None:
     on_ranks(num_ranks, reduce_with_shared_buffers)
 
@@ -165,7 +166,7 @@ def test_collectives_within_a_group_of_ranks(on_ranks: RankPool) -> None:
     assert [reduced for _, reduced in results] == [21.0, 41.0, 25.0, 45.0]
 
 
-@pytest.mark.parametrize(("num_ranks", "shards"), [(2, [2]), (3, [3]), (4, [4, 1, 2])])
+@pytest.mark.parametrize(("num_ranks", "shards"), few([(2, [2]), (3, [3]), (4, [4, 1, 2])], 2))
 def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, shards: list[int]) -> None:
     results = on_ranks.each(num_ranks, ranks_of_replica, [(num_ranks, num_shards) for num_shards in shards])
     for num_shards, replicas in zip(shards, results, strict=True):

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.parallel.parity import Distance, Setup, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language, SummedLanguage, TiedLanguage, WideLanguage
 from tests.ranks.pool import RankPool
@@ -80,7 +80,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
+@pytest.mark.parametrize(("layout", "precision"), few(covering(COVERING, ["32-true", "bf16-mixed"]), 4))
 def test_each_strategy_matches_one_process(
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:
@@ -98,14 +98,18 @@ def train_wide(setup: Setup, has_norms_in_root: bool) -> Trained:
 
 @pytest.mark.parametrize(
     "setup",
-    [
-        Setup("zero2", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
-        Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
-        Setup("zero3", 2, clip=0.5, levers={"step_in_backward": True}, precision="bf16-mixed", num_steps=3),
-        pytest.param(
-            Setup("hsdp", 4, 2, accumulate=2, precision="bf16-mixed", num_steps=3), marks=pytest.mark.slow, id="hsdp"
-        ),
-    ],
+    few(
+        [
+            Setup("zero2", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+            Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+            Setup("zero3", 2, clip=0.5, levers={"step_in_backward": True}, precision="bf16-mixed", num_steps=3),
+            pytest.param(
+                Setup("hsdp", 4, 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+                marks=pytest.mark.slow,
+                id="hsdp",
+            ),
+        ]
+    ),
     ids=["zero2", "zero3", "zero3 with steps in backward", None],
 )
 def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, setup: Setup) -> None:
@@ -114,7 +118,7 @@ def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, setup:
     assert distance(joined, separate).weights == 0.0
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize("strategy", few(["zero1", "zero2", "zero3", "hsdp"]))
 def test_sequential_communication_trains_bit_identically(on_ranks: RankPool, strategy: str) -> None:
     num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
     plain = Setup(strategy, num_ranks, shard_size, accumulate=2, clip=0.5, num_steps=3)
@@ -130,7 +134,7 @@ def test_sequential_communication_trains_bit_identically(on_ranks: RankPool, str
         assert distance(sequential[0], overlapped[0]).weights == 0.0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero2"]))
 def test_clipping_by_value(on_ranks: RankPool, strategy: str) -> None:
     check(on_ranks, Language, Setup(strategy, 2, accumulate=2, clip=0.01, clip_algorithm="value"))
 

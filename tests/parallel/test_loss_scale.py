@@ -13,6 +13,7 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import Plan
 from roomier.techniques.optim.configured import Configured
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 
@@ -55,7 +56,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("zero1", 2), ("zero3", 2), ("zero2", 4), ("hsdp", 2)])
+@pytest.mark.parametrize(("strategy", "num_ranks"), few([("zero1", 2), ("zero3", 2), ("zero2", 4), ("hsdp", 2)], 2))
 def test_all_ranks_skip_a_step_that_overflows_on_one_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     rows = on_ranks(num_ranks, train_three_steps, num_ranks, strategy, num_ranks - 1)
     assert all(each == rows[0] for each in rows)

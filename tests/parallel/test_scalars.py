@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from roomier import Trainer
+from tests.covering import few
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks, whole_weights
 from tests.parallel.test_shapes import WIDTH, Mean, Regression
 from tests.ranks.pool import RankPool
@@ -118,7 +119,7 @@ def check(on_ranks: RankPool, cases: list[tuple[type[Task], Setup]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks", "shard_size"), [("zero1", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
+    ("strategy", "num_ranks", "shard_size"), few([("zero1", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)], 2)
 )
 def test_scalar_parameters_match_one_process(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None
@@ -139,7 +140,7 @@ def test_scalar_unused_on_some_or_all_ranks(on_ranks: RankPool) -> None:
         assert max(apart.losses, apart.weights) < 1e-5, apart
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", few(["norm", "value"]))
 def test_scalar_update_in_backward_uses_the_gradients_of_all_ranks(on_ranks: RankPool, algorithm: str) -> None:
     clip = 0.05 if algorithm == "norm" else 0.01
     setup = Setup("zero3", 2, clip=clip, clip_algorithm=algorithm, num_steps=4, levers={"step_in_backward": True})

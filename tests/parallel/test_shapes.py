@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.techniques.precision.lstm import onednn_has_lstm
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -359,7 +359,7 @@ def train_and_show_buffers(task: type[Task], setup: Setup) -> tuple[Trained, dic
     return trained, {name: each.clone() for name, each in made[0].named_buffers()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero2", "zero3"]))
 def test_batch_norm_uses_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
     """The results match a plain loop over the same micro-batches. Running statistics differ between ranks."""
     setup = Setup(strategy, 2, micro_batch=4, num_steps=4)

@@ -23,6 +23,7 @@ from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
 from roomier.techniques.activation.offload import MIN_BYTES
+from tests.covering import few
 from tests.planner.models import MODELS
 
 WORST_BELOW, WORST_ABOVE, MEDIAN = 0.05, 0.06, 0.015
@@ -84,23 +85,26 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
 
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
-    [
-        ("gpt", "cpu", {"strategy": "single", "precision": "bf16-mixed", "num_micro_batches": 2}),
-        ("gpt", "cpu", {"strategy": "ddp", "num_micro_batches": 2}),
-        ("gpt", "cpu", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "full", "num_ranks": 8}),
-        ("resnet", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}),
-        ("gpt", "cuda", {"strategy": "zero3", "precision": "bf16-mixed", "num_micro_batches": 2}),
-        *(
-            ("gpt", kind, {"strategy": "zero3", "communication": "sequential", "num_micro_batches": num})
-            for kind, num in (("cpu", 1), ("cpu", 2), ("cuda", 1))
-        ),
-        ("recommender", "cuda", {"strategy": "hsdp"}),
-        ("gpt_tied", "cuda", {"strategy": "zero2", "num_micro_batches": 2}),
-        ("recommender", "cpu", {"strategy": "zero3", "num_ranks": 2}),
-        ("recommender", "cuda", {"strategy": "single", "optimizer": "adafactor"}),
-        ("recommender", "cuda", {"strategy": "zero1", "optimizer": "adafactor"}),
-        ("gpt", "cpu", {"recompute": "full", "step_in_backward": "exact"}),
-    ],
+    few(
+        [
+            ("gpt", "cpu", {"strategy": "single", "precision": "bf16-mixed", "num_micro_batches": 2}),
+            ("gpt", "cpu", {"strategy": "ddp", "num_micro_batches": 2}),
+            ("gpt", "cpu", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "full", "num_ranks": 8}),
+            ("resnet", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}),
+            ("gpt", "cuda", {"strategy": "zero3", "precision": "bf16-mixed", "num_micro_batches": 2}),
+            *(
+                ("gpt", kind, {"strategy": "zero3", "communication": "sequential", "num_micro_batches": num})
+                for kind, num in (("cpu", 1), ("cpu", 2), ("cuda", 1))
+            ),
+            ("recommender", "cuda", {"strategy": "hsdp"}),
+            ("gpt_tied", "cuda", {"strategy": "zero2", "num_micro_batches": 2}),
+            ("recommender", "cpu", {"strategy": "zero3", "num_ranks": 2}),
+            ("recommender", "cuda", {"strategy": "single", "optimizer": "adafactor"}),
+            ("recommender", "cuda", {"strategy": "zero1", "optimizer": "adafactor"}),
+            ("gpt", "cpu", {"recompute": "full", "step_in_backward": "exact"}),
+        ],
+        4,
+    ),
 )
 def test_the_closed_form_has_the_peak_of_the_dry_run(name: str, kind: str, settings: dict[str, Any]) -> None:
     assert -0.01 < error_of(name, make_plan(**settings), kind) < 0.02
@@ -153,7 +157,7 @@ def gpt(num_layers: int, batch_size: int) -> Workload:
     return Workload(module, (tokens, tokens), batch_size)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", few([False, True]))
 def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_sharded: bool) -> None:
     given, plan = gpt(9, 2), make_plan(precision="bf16-mixed", recompute="full")
     deep, whole = (take(given, plan, is_sharded=is_sharded) for take in (take_deep_trace, take_trace))

@@ -15,6 +15,7 @@ from roomier.planner.formula.fixed_bytes import COMPILER_HOST_BYTES
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
 from roomier.techniques.optim.adamw import WORTH_COMPILING
+from tests.covering import few
 
 
 class Wide(nn.Module):
@@ -28,13 +29,15 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(
     ("optimizer", "width", "num_bytes"),
-    [
-        ("adamw8bit", 2048, COMPILER_HOST_BYTES),
-        ("adamw4bit", 2048, COMPILER_HOST_BYTES),
-        ({"name": "adamw8bit", "compiled": False}, 2048, 0),
-        ("adamw8bit", 512, 0),
-        ("adamw", 2048, 0),
-    ],
+    few(
+        [
+            ("adamw8bit", 2048, COMPILER_HOST_BYTES),
+            ("adamw4bit", 2048, COMPILER_HOST_BYTES),
+            ({"name": "adamw8bit", "compiled": False}, 2048, 0),
+            ("adamw8bit", 512, 0),
+            ("adamw", 2048, 0),
+        ]
+    ),
     ids=str,
 )
 def test_a_compiled_update_uses_host_memory(optimizer: Any, width: int, num_bytes: int) -> None:

@@ -21,6 +21,7 @@ from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from roomier.trainer import Trainer
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 Make = Callable[..., Trainer]
@@ -42,13 +43,15 @@ WORKLOAD = Workload.of(Net(), torch.zeros(4, 64))
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "precision"),
-    [
-        ("single", 1, "32-true"),
-        ("zero1", 4, "bf16-true"),
-        pytest.param("ddp", 2, "32-true", marks=pytest.mark.slow),
-        pytest.param("zero2", 4, "32-true", marks=pytest.mark.slow),
-        pytest.param("zero3", 4, "bf16-mixed", marks=pytest.mark.slow),
-    ],
+    few(
+        [
+            ("single", 1, "32-true"),
+            ("zero1", 4, "bf16-true"),
+            pytest.param("ddp", 2, "32-true", marks=pytest.mark.slow),
+            pytest.param("zero2", 4, "32-true", marks=pytest.mark.slow),
+            pytest.param("zero3", 4, "bf16-mixed", marks=pytest.mark.slow),
+        ]
+    ),
 )
 def test_a_copy_is_counted_by_dry_run_and_closed_form_in_its_sharded_size(
     strategy: str, devices: int, precision: str

@@ -16,6 +16,7 @@ from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.update_bytes import few_alike
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
+from tests.covering import few
 from tests.planner.truth import measured_peak
 
 WIDTH = 512
@@ -64,7 +65,7 @@ def test_few_alike_keeps_all_consecutive_pairs() -> None:
     assert few_alike([]) == []
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "lion"])
+@pytest.mark.parametrize("name", few(["adafactor", "adamw8bit", "lion"]))
 def test_temporaries_of_the_previous_weight_are_counted(name: str) -> None:
     workload = Workload.of(Layers(6), torch.zeros(2, WIDTH))
     plan = plan_of(name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import few
 from tests.prepared.scripts import CLASSIFIER, for_roomier, largest_difference, rows_of, run
 from tests.ranks.pool import RankPool
 
@@ -43,7 +44,7 @@ def test_one_process(name: str, precision: str) -> None:
         assert len(rows_of(ours)) == 2 * NUM_SAMPLES
 
 
-@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 17), (4, 17), (4, 3), (2, 24)])
+@pytest.mark.parametrize(("num_ranks", "num_samples"), few([(2, 17), (4, 17), (4, 3), (2, 24)]))
 def test_several_processes(num_ranks: int, num_samples: int, on_ranks: RankPool) -> None:
     calls = [("classifier", num_samples, None), ("classifier", num_samples, made("ddp", num_ranks))]
     theirs, ours = on_ranks.each(num_ranks, run, calls)

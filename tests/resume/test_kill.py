@@ -9,16 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import few
+
 SCRIPT = Path(__file__).with_name("trained_and_killed.py")
 
 
 @pytest.mark.parametrize(
     ("num_kills", "update"),
-    [
-        (8, "none"),
-        (4, "speculative"),
-        *(pytest.param(30, update, marks=pytest.mark.slow) for update in ("none", "plain", "deferred", "speculative")),
-    ],
+    few(
+        [
+            (8, "none"),
+            (4, "speculative"),
+            *(
+                pytest.param(30, update, marks=pytest.mark.slow)
+                for update in ("none", "plain", "deferred", "speculative")
+            ),
+        ]
+    ),
 )
 def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, update: str, tmp_path: Path) -> None:
     """With optimizer states on disk, the undisturbed run is a run without offloading."""

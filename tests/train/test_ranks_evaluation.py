@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 import roomier
-from tests.covering import covering
+from tests.covering import covering, few
 
 STRATEGIES = ["ddp", "zero2", "zero3"]
 QUIET = {
@@ -97,7 +97,7 @@ def evaluated(verb: str, strategy: str, size: int, num_samples: int, **keywords:
 
 
 @pytest.mark.parametrize(("num_samples", "size"), covering([3, 17, 40], [2, 4]))  # 1, 5 and 10 batches
-@pytest.mark.parametrize("verb", ["validate", "test"])
+@pytest.mark.parametrize("verb", few(["validate", "test"]))
 def test_values_equal_one_rank(on_ranks, verb: str, size: int, num_samples: int):
     (alone,), seen_alone, num_outputs = evaluated(verb, "single", 1, num_samples)
     assert "mean" in alone
@@ -117,7 +117,7 @@ def test_limit_counts_the_batches_of_all_ranks(on_ranks, strategy: str):
         assert metrics == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_samples", [3, 17])
+@pytest.mark.parametrize("num_samples", few([3, 17]))
 def test_predictions_of_all_ranks_in_order(on_ranks, num_samples: int):
     alone, _, _ = evaluated("predict", "single", 1, num_samples)
     of_ranks = on_ranks(4, evaluated, "predict", "zero3", 4, num_samples)
@@ -211,7 +211,7 @@ def normalised(strategy: str) -> list[float]:
     return module.statistics
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", few(["ddp", "zero2"]))
 def test_all_ranks_evaluate_with_the_statistics_of_the_first(on_ranks, strategy: str):
     first, second = on_ranks(2, normalised, strategy)
     assert first == second

@@ -14,6 +14,7 @@ from roomier import Logger
 from roomier.callbacks import EarlyStopping, Throughput
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.run.logged.over_ranks import RankEntry, reduce_over_ranks
+from tests.covering import few
 
 QUIET = {
     "accelerator": "cpu",
@@ -171,10 +172,12 @@ def error_of(kind: type[Means], root: Any) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [
-        (Unequal, "torchmetrics objects compute over all ranks. Ranks [0] did not log it"),
-        (Differently, "on_epoch=False and, on rank 1, True"),
-    ],
+    few(
+        [
+            (Unequal, "torchmetrics objects compute over all ranks. Ranks [0] did not log it"),
+            (Differently, "on_epoch=False and, on rank 1, True"),
+        ]
+    ),
 )
 def test_values_that_cannot_be_reduced_end_all_ranks(on_ranks, tmp_path, kind: type[Means], text: str):
     for error in on_ranks(2, error_of, kind, tmp_path):

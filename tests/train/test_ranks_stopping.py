@@ -16,6 +16,7 @@ import roomier
 from roomier.core.ranks import Ranks
 from roomier.core.vote import Vote
 from roomier.core.world import World
+from tests.covering import few
 
 QUIET = {
     "accelerator": "cpu",
@@ -182,7 +183,7 @@ def train_on_streams(accumulate: int, root: Any) -> tuple[list[int], int]:
     return module.num_batches, steps
 
 
-@pytest.mark.parametrize(("accumulate", "num_steps"), [(1, 10), (2, 6)])
+@pytest.mark.parametrize(("accumulate", "num_steps"), few([(1, 10), (2, 6)]))
 def test_epoch_ends_with_the_shortest_stream(on_ranks, tmp_path, accumulate: int, num_steps: int):
     assert on_ranks(2, train_on_streams, accumulate, tmp_path) == [([5, 5], num_steps)] * 2
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.core.errors import RoomierError
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 
@@ -75,7 +76,7 @@ def test_a_function_can_return_a_schedule_and_a_class_is_a_function() -> None:
         assert not torch.equal(fit(name)["layers.0.weight"], fit("a name")["layers.0.weight"])
 
 
-@pytest.mark.parametrize("name", ["an optimizer", "a function"])
+@pytest.mark.parametrize("name", few(["an optimizer", "a function"]))
 def test_the_parameters_can_be_sharded(on_ranks: RankPool, name: str) -> None:
     expected = on_ranks(2, fit, "a name", "zero2", 2)[0]
     for found in on_ranks(2, fit, name, "zero2", 2):

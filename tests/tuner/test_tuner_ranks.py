@@ -8,6 +8,7 @@ import torch
 import roomier
 from roomier.core.errors import RoomierError
 from roomier.tuner import lr_find, scale_batch_size
+from tests.covering import few
 from tests.tuner.conftest import Net, shuffled
 
 
@@ -32,7 +33,7 @@ def find_and_fit(folder: Path, strategy: str) -> tuple[float, tuple[float, ...],
     return net.lr, curve.raw_losses, loss, refusal
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("strategy", few([pytest.param("ddp", marks=pytest.mark.slow), "zero3"]))
 def test_all_ranks_find_the_same_rate_and_train(on_ranks, tmp_path: Path, strategy: str) -> None:
     one, other = on_ranks(2, find_and_fit, tmp_path, strategy)
     assert one[:2] == other[:2]
