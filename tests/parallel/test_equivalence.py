@@ -80,7 +80,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(covering(COVERING, ["32-true", "bf16-mixed"]), 4))
+@pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
 def test_each_strategy_matches_one_process(
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:
