@@ -78,6 +78,7 @@ def test_hugging_face_configuration_as_file_and_folder(capsys: pytest.CaptureFix
     assert by_folder["peak_bytes"] == by_file["peak_bytes"] < longer["peak_bytes"]
 
 
+@pytest.mark.more
 def test_configuration_of_fit_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     with pytest.raises(SystemExit):

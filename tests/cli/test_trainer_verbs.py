@@ -198,6 +198,7 @@ def test_sigterm_saves_the_run_and_keeps_its_exit_code(tmp_path: Path) -> None:
     assert max(saved_steps(tmp_path)) == 6
 
 
+@pytest.mark.more
 def test_installed_command_imports_classes_of_the_current_folder(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("roomier")), "fit", *TOY, "--trainer.max_steps", "2", *QUIET]
     done = subprocess.run([*command, *root(tmp_path)], capture_output=True, text=True)

@@ -240,6 +240,7 @@ def read_on_three(state: Any) -> str:
     return ""
 
 
+@pytest.mark.more
 def test_a_position_of_a_distributed_sampler_that_cannot_be_converted_is_rejected(on_ranks):
     state = on_ranks(2, read_distributed, 4)[0][1]
     errors = on_ranks(3, read_on_three, state)
@@ -361,6 +362,7 @@ def stop_within_sharded() -> Any:
     return part.state_dict()
 
 
+@pytest.mark.more
 def test_a_position_of_a_stream_that_shards_itself_is_rejected_on_other_ranks(on_ranks):
     first, second = on_ranks(2, stop_within_sharded)
     assert first["num_batches"] == second["num_batches"] == 6

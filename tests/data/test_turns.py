@@ -123,6 +123,7 @@ def turns_or_error(make: Callable[[int], Any]) -> str:
     return ""
 
 
+@pytest.mark.more
 def test_a_rank_without_batches_raises_on_all_ranks(on_ranks):
     problem = "is sharded across ranks by Sharded (reads its rank), but rank 1 has no batch"
     assert on_ranks(2, turns_or_error, Sharded) == [problem, problem]

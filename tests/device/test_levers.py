@@ -82,7 +82,7 @@ def selections() -> list[Any]:
     return params
 
 
-@pytest.mark.parametrize(("strategy", "schedule", "levers"), selections())
+@pytest.mark.parametrize(("strategy", "schedule", "levers"), few(selections(), 4))
 def test_levers_under_a_strategy(on_simulated: SimulatedRanks, strategy: str, schedule: str, levers: list[str]) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     calls = [

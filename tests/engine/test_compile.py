@@ -21,6 +21,7 @@ from roomier.core.errors import RoomierError
 from roomier.engine.compile import CompiledForward, _report_uncompiled, compile_blocks
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.attention.watch import AttentionWatch
+from tests.covering import few
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(32).view(2, 16) % 20
@@ -114,7 +115,7 @@ def test_training_and_evaluation_are_equal_to_an_uncompiled_run(make_trainer: Ma
 
 
 @pytest.mark.usefixtures("only_traced")
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", few(["none", "full", "selective"]))
 def test_equal_blocks_share_compiled_code(make_trainer: Make, recompute: str) -> None:
     for num_layers in (2, 6):
         before = torch_private.num_compiled_graphs()
@@ -125,12 +126,14 @@ def test_equal_blocks_share_compiled_code(make_trainer: Make, recompute: str) ->
 @pytest.mark.usefixtures("only_traced")
 @pytest.mark.parametrize(
     "levers",
-    [
-        {"activation_checkpointing": "full"},
-        {"activation_checkpointing": "selective"},
-        {"offload": {"activations": "cpu"}},
-        {"activation_checkpointing": "full", "offload": {"activations": "cpu"}, "chunked_loss": 4},
-    ],
+    few(
+        [
+            {"activation_checkpointing": "full"},
+            {"activation_checkpointing": "selective"},
+            {"offload": {"activations": "cpu"}},
+            {"activation_checkpointing": "full", "offload": {"activations": "cpu"}, "chunked_loss": 4},
+        ]
+    ),
     ids=str,
 )
 def test_recomputation_is_compiled_with_the_block(make_trainer: Make, levers: dict[str, Any]) -> None:
@@ -139,6 +142,7 @@ def test_recomputation_is_compiled_with_the_block(make_trainer: Make, levers: di
     torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_dropout_is_identical_in_both_forwards_of_a_block(make_trainer: Make) -> None:
     weights = {}
@@ -150,6 +154,7 @@ def test_dropout_is_identical_in_both_forwards_of_a_block(make_trainer: Make) ->
     torch.testing.assert_close(weights["full"], weights["none"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_the_attention_kernel_of_an_earlier_run_is_not_reused(make_trainer: Make) -> None:
     seen = []
@@ -165,6 +170,7 @@ def test_the_attention_kernel_of_an_earlier_run_is_not_reused(make_trainer: Make
     assert "flash" not in seen[1]
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_blocks_run_uncompiled_after_the_run(make_trainer: Make) -> None:
     module = fitted(make_trainer, compile=True)
@@ -172,6 +178,7 @@ def test_blocks_run_uncompiled_after_the_run(make_trainer: Make) -> None:
     assert [name for name in module.state_dict() if "_orig_mod" in name] == []
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_a_copy_computes_with_its_own_weights() -> None:
     """Callbacks that average weights create such copies."""
@@ -188,6 +195,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert isinstance(vars(other.blocks[0])["forward"], CompiledForward)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_a_custom_loop_has_compiled_blocks() -> None:
     network = make_gpt(3)
@@ -219,6 +227,7 @@ def test_a_machine_without_a_compiler_is_rejected_before_the_first_step(make_tra
     assert all("forward" not in vars(block) for block in module.gpt.blocks)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_the_attention_kernel_of_compiled_blocks_is_reported(
     make_trainer: Make, capsys: pytest.CaptureFixture[str]
@@ -229,6 +238,7 @@ def test_the_attention_kernel_of_compiled_blocks_is_reported(
     assert "attention: flash, 2 calls per forward pass, [2, 2, 16, 8], float32" in err
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_layers_of_hugging_face_with_a_cache_share_a_graph(
     make_trainer: Make, capsys: pytest.CaptureFixture[str]

@@ -113,6 +113,7 @@ def built_in_bf16() -> list[str]:
     return differences(built(network, plan, ranks), expected.bfloat16())
 
 
+@pytest.mark.more
 def test_weights_are_sampled_before_they_are_rounded(on_ranks: RankPool) -> None:
     assert on_ranks(2, built_in_bf16) == [[], []]
 

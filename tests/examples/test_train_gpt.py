@@ -10,6 +10,8 @@ import pytest
 
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.more
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -69,6 +69,7 @@ def test_early_stopping_of_lightning_restores_the_best_score(
     assert not any(key.startswith("ModelCheckpoint") for key in LightningFile(written).content["callbacks"])
 
 
+@pytest.mark.more
 def test_file_converted_twice_resumes_identically(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = saved(tmp_path, make_trainer)
     written = export_lightning(path, tmp_path / "out.ckpt")
@@ -106,6 +107,7 @@ def trained_on_ranks(path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.more
 def test_checkpoint_of_two_ranks_is_unsharded(
     tmp_path: Path, on_ranks: RankPool, make_trainer: Callable[..., Trainer]
 ) -> None:

@@ -141,6 +141,7 @@ def test_model_without_graph_is_rejected_with_place_and_action(module: Module, p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_fixed_batch_size(tmp_path: Path) -> None:
     export_torch(OneSize(), tmp_path / "x.pt2", X, dynamic_shapes={})
 
@@ -166,6 +167,7 @@ def test_onnx_file_returns_the_outputs_of_the_module_for_any_batch_size(tmp_path
         assert torch.allclose(torch.from_numpy(found), expected, atol=1e-6)
 
 
+@pytest.mark.more
 def test_onnx_file_with_different_outputs_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(RoomierError, match=r"differs from the model by .* \(maximum: -1e\+00\)"):
         Net().to_onnx(tmp_path / "x.onnx", X, max_difference=-1.0)
@@ -189,6 +191,7 @@ def test_example_that_forward_rejects_is_reported_before_the_export(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_onnxruntime_and_buffer_limits_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RoomierError, match=r"onnxruntime cannot run it on the CPU .*Export a copy in float32"):
@@ -214,6 +217,7 @@ def test_module_without_forward_is_rejected() -> None:
             export(NoForward())
 
 
+@pytest.mark.more
 def test_adapters_are_merged_into_exported_weights(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     module = OwnModule(width=16)
     trainer = make_trainer(max_steps=3, lora={"rank": 2, "targets": ["net.0"], "base": "int8"})
@@ -230,6 +234,7 @@ def test_adapters_are_merged_into_exported_weights(make_trainer: Callable[..., T
     assert torch.allclose(loaded(X), module(X), atol=1e-2)
 
 
+@pytest.mark.more
 def test_compiled_module_is_exported_uncompiled() -> None:
     module = Net()
     module.compile(backend="eager")
@@ -241,6 +246,7 @@ def test_compiled_module_is_exported_uncompiled() -> None:
     assert torch.equal(traced(LARGER), torch.compile(module, backend="eager").eval().forward(LARGER))
 
 
+@pytest.mark.more
 def test_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, trained_on_ranks, tmp_path / "own")
 

@@ -263,6 +263,7 @@ def save_large(path: Path) -> None:
     )
 
 
+@pytest.mark.more
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_large, tmp_path / "large")  # 192 MiB in tensors of 32 MiB
     checkpoint.save(tmp_path / "small", {"module": {"w": torch.ones(2)}})

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from roomier.techniques.optim.by_name import make_optimizer
+from tests.covering import few
 from tests.hugging_face.models import KINDS, transformers
 
 # The two libraries differ here. In roomier, parameters with fewer than two dimensions never decay, as in CLIP's
@@ -29,7 +30,7 @@ def test_norms_biases_and_tables_of_biases_do_not_decay() -> None:
 
 
 @pytest.mark.slow  # importing the Trainer of transformers takes seconds
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, 3))
 def test_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
     model = KINDS[name].model()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

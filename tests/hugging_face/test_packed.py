@@ -86,7 +86,7 @@ def of_mean_losses(model: Any) -> list[Tensor]:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", few(["gpt2", "llama"]))
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_packed_batches_train_like_padded_batches(name: str, accumulated: int, tmp_path: Path) -> None:
     found = [
@@ -104,7 +104,7 @@ def fit_on_ranks(folder: Path, strategy: str) -> list[list[Tensor]]:
     return [trained(KINDS["llama"].model(dropout=False), each, folder, **flags) for each in (padded, packed)]
 
 
-@pytest.mark.parametrize("strategy", few(["ddp", "zero3"]))
+@pytest.mark.parametrize("strategy", few(["zero3", "ddp"]))
 def test_two_ranks_equal_one_rank_that_accumulates(on_ranks: RankPool, strategy: str, tmp_path: Path) -> None:
     assert len(loader_of(packed)) % 2 == 0  # no batch is dropped
     model = KINDS["llama"].model(dropout=False)

@@ -15,6 +15,7 @@ import roomier
 from roomier import Trainer
 from roomier.checkpoint.export.hugging_face import export_hugging_face
 from roomier.core.errors import RoomierError
+from tests.covering import few
 from tests.hugging_face.models import KINDS, Batch, logits
 from tests.ranks.pool import RankPool
 from tests.train.conftest import Rows
@@ -47,7 +48,7 @@ def names_in(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, 3))
 def test_model_trains_like_a_bare_loop_and_from_pretrained_opens_it(
     make_trainer: MakeTrainer, tmp_path: Path, name: str
 ) -> None:
@@ -78,7 +79,7 @@ def test_model_trains_like_a_bare_loop_and_from_pretrained_opens_it(
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, 3))
 def test_run_starts_with_the_weights_of_a_folder(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
@@ -147,7 +148,7 @@ OLD_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", OLD_NAMES)
+@pytest.mark.parametrize("name", few(OLD_NAMES))
 def test_names_of_old_files_are_supported(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)

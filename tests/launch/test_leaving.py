@@ -60,6 +60,7 @@ def test_an_exit_of_one_rank_with_code_0_is_an_error(on_ranks: RankPool, tmp_pat
     assert caught.value.rank == 1
 
 
+@pytest.mark.more
 def test_all_ranks_can_exit_with_code_0_in_the_same_step(on_ranks: RankPool, tmp_path: Path) -> None:
     assert on_ranks(2, fit, tmp_path, [0, 1], joins=False) == ["exit code 0 at step 1"] * 2
 
@@ -101,6 +102,7 @@ def fail_while_the_ranks_connect(root: Path, rank: int) -> str:
     return fit(root, [])
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 def test_ranks_end_if_a_rank_fails_before_the_process_group_exists(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:

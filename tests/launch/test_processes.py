@@ -149,6 +149,7 @@ def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> No
     assert outcome.left == []
 
 
+@pytest.mark.more
 def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
     zero, one = outcomes["well"].sockets
     listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
@@ -216,6 +217,7 @@ def test_the_other_ranks_print_no_cpp_frames(outcomes: dict[str, Outcome], name:
     assert "frame #" not in outcomes[name].stderr
 
 
+@pytest.mark.more
 def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["start leaves 1"]
     assert outcome.code == 1
@@ -289,6 +291,7 @@ def control_group() -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
     tmp_path: Path, control_group: Path
@@ -334,6 +337,7 @@ def check_rejected(outcome: Outcome) -> None:
     assert "Move the run to a script" in last
 
 
+@pytest.mark.more
 def test_tasks_of_slurm_connect(tmp_path: Path) -> None:
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),

@@ -151,6 +151,7 @@ def test_each_sample_is_used_one_time_per_epoch(on_ranks: RankPool, tmp_path: Pa
         assert sorted(index for indices in steps for index in indices) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.more
 def test_only_the_same_job_resumes(on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, train, tmp_path, "job", 4, 1, None)
     on_ranks(2, train, tmp_path, "another job", 4, 1, None)

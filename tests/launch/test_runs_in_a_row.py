@@ -72,6 +72,7 @@ def fit_with_two_strategies(root: Path) -> None:
     trainer_of(root, "zero2", 2).fit(model, BATCHES)
 
 
+@pytest.mark.more
 def test_a_sharded_model_cannot_be_sharded_differently(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="was sharded in a different way by an earlier run"):
         on_ranks(2, fit_with_two_strategies, tmp_path)

@@ -19,6 +19,8 @@ from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl
 from tests.lightning.rows import run_with
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize(("monitor", "mode"), [("step", "max"), ("step", "min"), ("epoch", "max"), ("epoch", "min")])
 def test_counters_rank_checkpoints_as_in_lightning(monitor: str, mode: str, tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ def test_a_checkpoint_without_the_arguments_of_a_datamodule_is_rejected(tmp_path
         NamedOwn.load_from_checkpoint(path)
 
 
+@pytest.mark.more
 def test_a_lightning_module_reads_folders_like_files(tmp_path):
     module = Net(lr=0.5)
     path = written(roomier.Trainer, module, OfLightning(), tmp_path, "a")

@@ -13,6 +13,7 @@ from tests.lightning.differences import DIFFERENCES, GUIDE, Difference, with_tab
 from tests.lightning.modules import pl
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", [pl.Trainer, Trainer], ids=["lightning", "roomier"])
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.observe.__name__)
 def test_difference_exists(difference: Difference, kind: type, tmp_path: Path) -> None:

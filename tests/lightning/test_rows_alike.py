@@ -290,6 +290,7 @@ def stop_on_a_rank(folder: str) -> tuple[int, str, float]:
     return trainer.global_step, Path(mine.best_model_path).name, float(mine.best_model_score)
 
 
+@pytest.mark.more
 def test_a_stop_of_one_rank_validates_on_all_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
     first, second = on_ranks(2, stop_on_a_rank, str(tmp_path))
     assert first == second

@@ -11,7 +11,10 @@ from roomier.core.errors import PlanError
 from tests.loggers.conftest import Line
 from tests.loggers.test_tensorboard_logger import points, read
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(pkg_resources|isinstance.treespec|LeafSpec|litlogger).*")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.filterwarnings("ignore:.*(pkg_resources|isinstance.treespec|LeafSpec|litlogger).*"),
+]
 
 
 def fit(make_trainer, logger: object, loader: DataLoader) -> object:

@@ -44,6 +44,7 @@ def test_each_strategy(on_ranks: RankPool, num_ranks: int) -> None:
         assert max(apart.losses, apart.norms, apart.weights) < 1e-5, (task.__name__, setup.strategy, apart)
 
 
+@pytest.mark.more
 def test_each_strategy_in_bf16(on_ranks: RankPool) -> None:
     """In one step, rounding errors do not grow."""
     tasks = [(Language, "ddp"), (Language, "zero3"), (TiedLanguage, "zero2")]

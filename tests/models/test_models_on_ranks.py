@@ -17,6 +17,7 @@ from roomier.models.gpt import GPTConfig
 from roomier.models.igpt import ImageGPT
 from roomier.models.swav import SwAV, SwAVConfig
 from roomier.models.transformer_lm import TransformerLM, TransformerLMConfig
+from tests.covering import few
 from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
 from tests.ranks.pool import RankPool
 
@@ -86,7 +87,7 @@ class Crops(Samples):
         }
 
 
-@pytest.mark.parametrize("task", [Words, Classes, Pixels, Speech])
+@pytest.mark.parametrize("task", few([Words, Classes, Pixels, Speech]))
 def test_zero3_equals_one_process(on_ranks: RankPool, task: type[Samples]) -> None:
     trained, other = on_ranks(2, train_on_ranks, task, ZERO3)
     assert trained.losses == other.losses
@@ -94,6 +95,7 @@ def test_zero3_equals_one_process(on_ranks: RankPool, task: type[Samples]) -> No
     assert max(apart.losses, apart.norms, apart.weights) < MOST, apart
 
 
+@pytest.mark.more
 def test_zero3_equals_ddp(on_ranks: RankPool) -> None:
     ddp = Setup("ddp", 2, micro_batch=3, precision="64-true", clip=0.5, num_steps=4)
     [sharded, _], [replicated, _] = on_ranks.each(2, train_on_ranks, [(Crops, ZERO3), (Crops, ddp)])

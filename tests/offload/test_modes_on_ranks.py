@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from roomier.engine.offloaded_updates import OffloadedUpdates
+from tests.covering import few
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -77,7 +78,7 @@ SELECTED = 6  # combinations of each strategy that are not slow
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 def test_every_strategy_computes_the_same_bits(on_ranks: RankPool, strategy: str, every: bool) -> None:
     cases = cases_of(strategy)
     random.Random(strategy).shuffle(cases)  # so that a selection contains all values
@@ -87,6 +88,7 @@ def test_every_strategy_computes_the_same_bits(on_ranks: RankPool, strategy: str
         assert all(by_rank), case
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("strategy", "mode", "clip", "tiers"),
     [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from roomier.core.sharded import local_part
+from tests.covering import few
 from tests.offload.test_trainer import Language, check_same, fit
 from tests.ranks.pool import RankPool
 
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", ["deferred, parameters", pytest.param("plain, parameters", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, 3))
 def test_options(name: str, mode: str, tmp_path: Path) -> None:
     expected = fit(tmp_path / "device", None, **OPTIONS[name])
     check_same(fit(tmp_path / "tier", mode, **OPTIONS[name]), expected)

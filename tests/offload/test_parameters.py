@@ -18,6 +18,7 @@ from roomier.techniques.offload.regions import Region, regions_of
 from roomier.techniques.offload.residency import UPDATE, AbsentWatch, record_sizes
 from tests.activation.kinds import KINDS, Loss, make_gpt
 from tests.activation.steps import ALONE, CPU
+from tests.covering import few
 from tests.offload.checking_tier import CheckingTier
 
 
@@ -176,12 +177,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, 4))
 def test_twenty_steps(name: str) -> None:
     assert_same(CASES[name], 20)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 3))
 def test_kinds_of_models(kind: str) -> None:
     assert_same(Case(KINDS[kind], recompute="none"), 3)
     assert_same(Case(KINDS[kind], recompute="full", dtype=torch.bfloat16, num_micro_batches=2), 3)
@@ -325,6 +326,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", NETS)
 def test_kinds_of_networks(name: str) -> None:
     def make() -> tuple[nn.Module, Loss]:

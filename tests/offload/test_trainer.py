@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import roomier
 from roomier.callbacks import EMAWeightAveraging, ModelCheckpoint
 from roomier.plan import OffloadPlan
+from tests.covering import few
 from tests.engine.test_step_in_backward import make_network
 
 MODES = ["plain", "deferred", "speculative", "plain, parameters", "deferred, parameters"]
@@ -112,13 +113,13 @@ def test_resuming_is_exact_on_every_tier(mode: str, tmp_path: Path) -> None:
         check_same(resumed, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES))
 def test_averaged_weights(mode: str, tmp_path: Path) -> None:
     expected = fit(tmp_path / "plain", None, callbacks=[EMAWeightAveraging(decay=0.9)])
     check_same(fit(tmp_path / "tier", mode, callbacks=[EMAWeightAveraging(decay=0.9)]), expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES))
 def test_a_parameter_that_is_read_outside_its_block(mode: str, tmp_path: Path, capsys: Any) -> None:
     expected = fit(tmp_path / "plain", None, Language(reads=True))
     if "parameters" in mode:

@@ -158,6 +158,7 @@ def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: str
     return {"states": states.found, "cut": states.cut, "path": saver.last_model_path or saver.best_model_path}
 
 
+@pytest.mark.more
 def test_states_are_bit_identical_on_2_then_1_then_4_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
     before = None
     for index, (strategy, num_ranks) in enumerate([("zero2", 2), ("single", 1), ("zero3", 4), ("ddp", 2)]):

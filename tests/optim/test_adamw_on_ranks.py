@@ -80,6 +80,7 @@ def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: 
     assert single.losses[-1] < 0.9 * single.losses[0], "nothing was learned"
 
 
+@pytest.mark.more
 def test_in_bf16_mixed_losses_are_near(on_ranks: RankPool) -> None:
     setup = Setup("zero2", 2, micro_batch=GLOBAL_BATCH // 2, precision="bf16-mixed", num_steps=12)
     results = on_ranks.each(2, train_on_ranks, [(Classes, replace(setup, optimizer=name)) for name in NAMES])

@@ -19,6 +19,7 @@ from roomier.core.device.rng import seed_everything
 from roomier.core.errors import CheckpointError
 from roomier.plan import plan_from_flags
 from roomier.techniques.optim.rounding import read
+from tests.covering import few
 from tests.optim.test_rounding import split
 from tests.parallel.parity import Setup, batches_of, engine_of
 from tests.parallel.tasks import Language
@@ -181,7 +182,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "optimizer"),
-    [*(("single", 1, each) for each in OPTIMIZERS), *(("zero2", 2, each) for each in OPTIMIZERS[::2])],
+    few([*(("single", 1, each) for each in OPTIMIZERS), *(("zero2", 2, each) for each in OPTIMIZERS[::2])], 2),
     ids=lambda each: "-".join(each.values()) if isinstance(each, dict) else str(each),
 )
 def test_a_resume_is_bit_identical(
@@ -239,6 +240,7 @@ def replicas() -> list[Tensor]:
     return [each.detach().float() for each in task.parameters()]
 
 
+@pytest.mark.more
 def test_replicas_round_alike(on_ranks: RankPool) -> None:
     one, other = on_ranks(2, replicas)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

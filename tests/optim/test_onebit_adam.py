@@ -114,6 +114,7 @@ def test_steps_equal_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: boo
             torch.testing.assert_close(weight, reference_weight, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.more
 def test_float32_differs_by_rounding_only(on_ranks: RankPool) -> None:
     # Only a few steps run, because rounding can change the sign of an element near zero, and its values then differ for
     # several steps.

@@ -180,6 +180,7 @@ class Normed(roomier.Module):
         return loss
 
 
+@pytest.mark.more
 def test_ranks_start_and_stay_equal(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, begin_apart)
     assert first == second
@@ -280,6 +281,7 @@ def clip_by_hand() -> None:
             engine.clip(1.0, algorithm)
 
 
+@pytest.mark.more
 def test_clipping_in_a_custom_loop_is_rejected(on_ranks: RankPool) -> None:
     on_ranks(2, clip_by_hand)
 

@@ -46,6 +46,7 @@ def test_ranks_train_as_one_process(on_ranks: RankPool, layout: tuple[str, int, 
         assert single.losses[-1] < single.losses[0], f"{optimizer}: nothing was learned"
 
 
+@pytest.mark.more
 def test_losses_in_float32_are_near(on_ranks: RankPool) -> None:
     setups = [Setup("zero2", 2, micro_batch=2, optimizer=optimizer) for optimizer in OPTIMIZERS]
     alone = [replace(setup, strategy="single", num_ranks=1, micro_batch=4) for setup in setups]
@@ -96,6 +97,7 @@ def build_all(strategy: str) -> list[str]:
     return [build_own(strategy, kind) for kind in (WithFusedSGD, WithAdafactor)]
 
 
+@pytest.mark.more
 def test_optimizers_that_require_unsharded_tensors_are_rejected_before_their_first_step(on_ranks: RankPool) -> None:
     assert on_ranks(2, build_all, "ddp") == [["built"] * 2] * 2
     for fused, adafactor in on_ranks(2, build_all, "zero3"):

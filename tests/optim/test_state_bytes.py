@@ -159,6 +159,7 @@ def kept_by_onebit_adam(strategy: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.more
 def test_onebit_adam_after_its_freeze(on_ranks: RankPool) -> None:
     strategies = ["ddp", "zero1"]
     results = on_ranks.each(2, kept_by_onebit_adam, [(each,) for each in strategies])

@@ -130,6 +130,7 @@ def weights_after_unseeded_fit(num_ranks: int) -> list[Tensor]:
     return [each.detach().clone() for each in module.parameters()]
 
 
+@pytest.mark.more
 def test_differently_seeded_ranks_train_one_model_with_manual_optimization(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, weights_after_unseeded_fit, 2)
     assert all(map(torch.equal, first, second))
@@ -166,6 +167,7 @@ def logged_norm(num_ranks: int) -> float:
     return float(trainer.callback_metrics.get("norm", expected)) - expected
 
 
+@pytest.mark.more
 def test_rank_zero_logs_a_value_computed_from_sharded_parameters(on_ranks: RankPool) -> None:
     assert on_ranks(2, logged_norm, 2) == pytest.approx([0.0, 0.0], abs=1e-5)
 

@@ -104,6 +104,7 @@ def test_experts_train_as_in_one_process(on_ranks: RankPool) -> None:
     check_experts(on_ranks, [*of_units, *((RoutedInLayers, setup_of(2, strategy=each)) for each in ("zero2", "zero3"))])
 
 
+@pytest.mark.more
 def test_experts_with_replicas(on_ranks: RankPool) -> None:
     check_experts(on_ranks, [(Routed, setup_of(4, **HSDP))])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roomier.core.errors import PlanError
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.parallel.parity import Setup, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -59,7 +59,7 @@ def check_levers_under(on_ranks: RankPool, strategy: str, levers: list[str]) -> 
             assert weights < 1e-5, (lever, worst)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 def test_techniques_under_a_strategy_are_exact_or_rejected(on_ranks: RankPool, strategy: str) -> None:
     """Each technique runs under two or more strategies, and each strategy with three or more techniques."""
     chosen = covering(list(LEVERS), STRATEGIES, per_row=2)
@@ -74,6 +74,7 @@ def test_every_technique_under_a_strategy_is_exact_or_rejected(on_ranks: RankPoo
     check_levers_under(on_ranks, strategy, list(LEVERS))
 
 
+@pytest.mark.more
 def test_techniques_in_mixed_precision_are_as_accurate_as_none(on_ranks: RankPool) -> None:
     """Norms and weights of matrix products are all-gathered in two dtypes, even if a block is recomputed."""
     plain = Setup("zero3", precision="bf16-mixed", num_steps=NUM_STEPS)
@@ -93,6 +94,7 @@ def check_pairs(on_ranks: RankPool, pairs: list[tuple[tuple[str, str], bool]]) -
         assert weights < 1e-5, (pair, worst)
 
 
+@pytest.mark.more
 def test_two_techniques_together_are_exact(on_ranks: RankPool) -> None:
     """Every second pair has a tied output layer."""
     check_pairs(on_ranks, [(pair, bool(index % 2)) for index, pair in enumerate(PAIRS)])

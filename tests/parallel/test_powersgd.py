@@ -91,6 +91,7 @@ def test_higher_rank_reduces_the_error(on_ranks: RankPool) -> None:
     assert high < 0.7 * low
 
 
+@pytest.mark.more
 def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 5}
     once, twice = (by_rank[0][0] for by_rank in on_ranks.each(2, learn_with, [(30, 1, settings), (30, 2, settings)]))
@@ -166,6 +167,7 @@ def first_compressed_step() -> list[int]:
     return seen
 
 
+@pytest.mark.more
 def test_length_of_the_warm_up(on_ranks: RankPool) -> None:
     assert on_ranks(2, first_compressed_step) == [[8], [8]]
 
@@ -182,6 +184,7 @@ def build_with_manual_optimization() -> None:
         engine_of(Manual(), plan)
 
 
+@pytest.mark.more
 def test_manual_optimization_is_rejected(on_ranks: RankPool) -> None:
     on_ranks(2, build_with_manual_optimization)
 

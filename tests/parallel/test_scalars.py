@@ -196,6 +196,7 @@ def saved_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
     return [fit(folder / "whole", 2, 4), fit(folder, 2, 2), fit(folder, 2, 4, is_resumed=True)]
 
 
+@pytest.mark.more
 def test_checkpoint_with_scalars_resumes_under_any_strategy(on_ranks: RankPool, tmp_path: Path) -> None:
     [(whole, saved, resumed), _] = on_ranks(2, saved_and_resumed, tmp_path)
     assert {"network.temperature: exp_avg", "network.0.alpha: step", "network.offset"} <= whole.keys()

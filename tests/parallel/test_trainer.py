@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from roomier import Logger, Trainer
+from tests.covering import few
 from tests.parallel.parity import Setup, Trained, distance, train_bare, whole_weights
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -73,14 +74,17 @@ def fit(setup: Setup) -> Trained:
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "shard_size", "accumulate"),
-    [
-        ("single", 1, None, 2),
-        ("ddp", 2, None, 2),
-        ("zero1", 2, None, 2),
-        ("zero2", 2, None, 1),
-        ("zero3", 2, None, 4),
-        ("hsdp", 4, 2, 2),
-    ],
+    few(
+        [
+            ("single", 1, None, 2),
+            ("ddp", 2, None, 2),
+            ("zero1", 2, None, 2),
+            ("zero2", 2, None, 1),
+            ("zero3", 2, None, 4),
+            ("hsdp", 4, 2, 2),
+        ],
+        5,
+    ),
 )
 def test_fit_matches_a_plain_loop(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None, accumulate: int

@@ -119,6 +119,7 @@ def averaged_on_two() -> tuple[int, int]:
     return record.forecast_bytes, record.measured_bytes
 
 
+@pytest.mark.more
 def test_each_rank_averages_and_counts_its_shard(on_ranks: RankPool) -> None:
     [(forecast_bytes, measured_bytes), _] = on_ranks(2, averaged_on_two)
     assert forecast_bytes == pytest.approx(measured_bytes, rel=0.001)

@@ -16,6 +16,7 @@ from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.page import page_of, page_of_record
 from roomier.planner.report.style import COLOURS, NAMES
 from roomier.planner.report.svg import joined, phases_of, round_ticks
+from tests.covering import few
 from tests.planner.browser import look_at
 from tests.planner.page_examples import GIB, choice, forecast, grid, record
 
@@ -166,7 +167,7 @@ def test_a_step_without_bytes_can_be_drawn() -> None:
     assert "0 B" in text_of(empty._repr_html_())
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("is_dark", few([False, True]), ids=["light", "dark"])
 def test_the_browser_layout_has_no_faults(tmp_path: Path, is_dark: bool) -> None:
     long_name = "encoder.layers.with_a_very_long_name.transformer_blocks.17.feed_forward"
     made = choice(place=long_name)

@@ -9,6 +9,7 @@ import pytest
 
 from roomier.bench.seeds import published, row_of
 from roomier.bench.seeds_document import documented_cells, generated_cells, with_current_cells
+from tests.covering import few
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,7 @@ def test_12_8_billion_parameters_require_zero3_on_eight_devices() -> None:
     assert fits == {"ddp": False, "zero2": False, "zero3": True}
 
 
+@pytest.mark.more
 def test_45_billion_parameters_fit_only_with_offload() -> None:
     assert forecast("45B, zero3, fp16, recompute")["fits"] is False
     row = forecast("45B, zero3 with offload, recompute")
@@ -42,6 +44,7 @@ def test_45_billion_parameters_fit_only_with_offload() -> None:
     assert row["host_mib"] * 2**20 == pytest.approx((4 + 4 + 8) * 45.1e9 / 8, rel=0.05)
 
 
+@pytest.mark.more
 def test_offload_makes_the_published_sizes_possible_if_blocks_are_small() -> None:
     fits = {name: forecast(name)["fits"] for name in ("13B, states in host memory", "175B, both on disk")}
     assert fits == {"13B, states in host memory": False, "175B, both on disk": False}
@@ -81,7 +84,7 @@ def test_the_document_contains_every_row() -> None:
     assert {each.what for each in published()} <= documented_cells(DOCUMENT.read_text()).keys()
 
 
-@pytest.mark.parametrize("what", [each.what for each in published()])
+@pytest.mark.parametrize("what", few([each.what for each in published()], 5))
 def test_the_document_contains_the_current_forecast(what: str) -> None:
     """If this test fails, run ``roomier bench seeds --update docs/seeds.md`` and check the text of the document."""
     number, verdict = documented_cells(DOCUMENT.read_text())[what]

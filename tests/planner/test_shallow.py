@@ -132,6 +132,7 @@ def test_every_strategy_with_recomputation_and_accumulation(
     check_equal(*both(gpt(14 if recompute == "every_n" else 8), plan, monkeypatch))
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = t5()
@@ -174,6 +175,7 @@ def layers(windows: list[int], **options: Any) -> Workload:
     return Workload(Layers(windows, **options), torch.zeros(4, 8), 4)
 
 
+@pytest.mark.more
 def test_alternating_blocks_repeat_with_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = layers([2, 2, 5] * 7 + [2])
     (row,) = find_repeats(workload, make_plan(), least=6)
@@ -187,6 +189,7 @@ def test_blocks_that_differ_in_an_attribute_are_all_traced() -> None:
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("num_layers", "is_whole"), [(9, True), (10, False)])
 def test_a_short_row_is_traced_in_full(num_layers: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = layers([2] * num_layers)
@@ -207,6 +210,7 @@ def test_a_model_that_indexes_its_blocks_is_traced_in_full() -> None:
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
+@pytest.mark.more
 def test_layers_that_are_large_in_the_copy_are_compared_with_the_full_model() -> None:
     """An embedding with 1/60 of the model's parameters is gathered with the root, although it has 1/10 of the copy's
     parameters."""

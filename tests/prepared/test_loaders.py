@@ -181,6 +181,7 @@ def of_streams() -> list[Any]:
     ]
 
 
+@pytest.mark.more
 def test_streams_and_divided_batches(on_ranks: RankPool) -> None:
     rounds = [[0, 1, 2, 3], [4, 5, 6]]
     for found in on_ranks(2, of_streams):

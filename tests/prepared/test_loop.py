@@ -172,6 +172,7 @@ def errors_on_ranks() -> list[str]:
     return found
 
 
+@pytest.mark.more
 def test_errors_on_several_ranks(on_ranks: RankPool) -> None:
     patterns = (
         "one model per Accelerator.*'ddp'",
@@ -252,6 +253,7 @@ def gradient_of_a_manual_module() -> list[float]:
     return [] if after is None else (before - after).flatten().tolist()
 
 
+@pytest.mark.more
 def test_a_module_with_manual_optimization(on_ranks: RankPool) -> None:
     assert on_ranks(2, gradient_of_a_manual_module)[0] == pytest.approx([1.5] * 3)  # mean over the ranks
 
@@ -360,6 +362,7 @@ def save_tied_shards(folder: Path) -> None:
     accelerator.save_model(accelerator.prepare(Tied()), folder)
 
 
+@pytest.mark.more
 def test_tied_shards_are_written_once(on_ranks: RankPool, tmp_path: Path) -> None:
     on_ranks(2, save_tied_shards, tmp_path)
     assert len(load_file(tmp_path / "model.safetensors")) == 3

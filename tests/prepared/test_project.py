@@ -73,6 +73,7 @@ def save_on_ranks(folder: Path) -> list[str]:
     return names_in(folder)
 
 
+@pytest.mark.more
 def test_ranks_share_the_names(on_ranks: RankPool, tmp_path: Path) -> None:
     assert on_ranks(2, save_on_ranks, tmp_path) == [["checkpoint_1", "checkpoint_2"]] * 2
 

@@ -35,7 +35,7 @@ def test_two_lines_are_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", ["classifier", "adversaries"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", few(["no", "bf16"]))
 def test_one_process(name: str, precision: str) -> None:
     theirs = run(name, NUM_SAMPLES, precision=precision)
     ours = run(name, NUM_SAMPLES, made("single", 1, precision))
@@ -53,6 +53,7 @@ def test_several_processes(num_ranks: int, num_samples: int, on_ranks: RankPool)
         assert len(rows_of(ours[rank])) == 2 * num_samples
 
 
+@pytest.mark.more
 def test_two_models_on_two_ranks(on_ranks: RankPool) -> None:
     calls = [("adversaries", 17, None), ("adversaries", 17, made("ddp", 2))]
     for theirs, ours in zip(*on_ranks.each(2, run, calls), strict=True):
@@ -68,6 +69,7 @@ def test_sharded_strategies(on_ranks: RankPool) -> None:
         torch.testing.assert_close(rows_of(of_strategy[1]), rows_of(found[0][1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.more
 def test_mixed_precision_on_shards(on_ranks: RankPool) -> None:
     found = on_ranks.each(2, run, [("classifier", 17, made(strategy, 2, "bf16")) for strategy in ("ddp", "zero3")])
     assert largest_difference(found[1][0]["weights"], found[0][0]["weights"]) < 0.02  # bf16 has 8 bits
@@ -85,6 +87,7 @@ def test_a_model_of_hugging_face(on_ranks: RankPool) -> None:
         check_equal(of_strategy[0], theirs[0])
 
 
+@pytest.mark.more
 def test_optimizer_states_on_disk(tmp_path: Path) -> None:
     plan = {"offload": {"optimizer_states": "disk", "folder": str(tmp_path)}}
     make = f"accelerator = Accelerator(cpu=True, plan={plan}, gradient_accumulation_steps=2)"

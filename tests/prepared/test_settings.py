@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.core.sharded import is_sharded
+from tests.covering import few
 from tests.prepared.scripts import largest_difference
 from tests.ranks.pool import RankPool
 
@@ -168,7 +169,7 @@ def settings_of(loop: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("loop", "name", "setting"), [(loop, name, each) for loop in LOOPS for name, each in settings_of(loop)]
+    ("loop", "name", "setting"), few([(loop, name, each) for loop in LOOPS for name, each in settings_of(loop)], 12)
 )
 def test_one_process(loop: str, name: str, setting: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     assert difference(loop, setting, "single", 1) <= bound_of(name, 1)

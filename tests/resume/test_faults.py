@@ -56,6 +56,7 @@ def random_fault(seed: int, num_ranks: int) -> tuple[int, float]:
     return draw.randrange(num_ranks), draw.uniform(0.0, 0.9 * NUM_STEPS * STEP_S)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("seed", "kind"),
     [

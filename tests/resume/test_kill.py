@@ -18,8 +18,8 @@ SCRIPT = Path(__file__).with_name("trained_and_killed.py")
     ("num_kills", "update"),
     few(
         [
-            (8, "none"),
             (4, "speculative"),
+            (8, "none"),
             *(
                 pytest.param(30, update, marks=pytest.mark.slow)
                 for update in ("none", "plain", "deferred", "speculative")

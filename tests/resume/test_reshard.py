@@ -130,6 +130,7 @@ def validate(folder: Path, strategy: str, num_ranks: int, path: str) -> float:
     return float(metrics["val_loss"])
 
 
+@pytest.mark.more
 def test_validation_with_another_layout(saved: Any, on_ranks: RankPool, tmp_path: Path) -> None:
     path = saved(("zero3", 2))["best"]
     losses = [

@@ -109,6 +109,7 @@ def test_two_ranks_read_only_their_shards(of: str, saved: dict[str, Path], on_ra
         assert measured["restoring"] <= measured["training"]
 
 
+@pytest.mark.more
 def test_one_process_reads_a_checkpoint_of_two_ranks_without_a_second_copy(
     saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from roomier.planner.choosing.pricing import Pricing
 from roomier.planner.hardware import this_machine
 from roomier.train.settling.settle import settle
 from roomier.trainer.session import request_of
+from tests.covering import few
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -120,7 +121,7 @@ def by_name(plan: Plan) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", few(LOADERS))
 def test_run_equals_a_run_with_the_chosen_plan_bit_for_bit(kind: str) -> None:
     losses, weights, plan, state = run(LOADERS[kind](), strategy="auto")
     assert plan.parallel.strategy == "single"
@@ -130,6 +131,7 @@ def test_run_equals_a_run_with_the_chosen_plan_bit_for_bit(kind: str) -> None:
     assert torch.equal(state, state_by_name)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_run_with_workers_equals_a_run_with_the_chosen_plan() -> None:
     def loader() -> Any:
@@ -183,6 +185,7 @@ def test_memory_budget_splits_micro_batches_and_keeps_the_global_batch(capfd: An
     assert sum(losses[accumulated:]) / accumulated == pytest.approx(whole[1], rel=1e-4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("counting", [{"limit_train_batches": 3}, {"val_check_interval": 2}, {"fast_dev_run": True}])
 def test_micro_batches_are_kept_if_a_setting_counts_them(counting: dict[str, Any]) -> None:
     data = DataLoader(Noisy(), batch_size=4)
@@ -255,6 +258,7 @@ def test_evaluation_does_not_plan_but_a_later_fit_does(make_trainer: Any) -> Non
     assert trainer.choice.chosen.plan == trainer.plan
 
 
+@pytest.mark.more
 def test_second_fit_of_the_same_model_keeps_its_plan(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, trainer = Net(), make_trainer(strategy="auto", optimizer="adamw", max_epochs=1)
     trainer.fit(module, DataLoader(Noisy(), batch_size=4))
@@ -347,6 +351,7 @@ def by_choice_and_by_name(root: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.more
 def test_loader_is_created_once_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
     for by_choice, named in on_ranks(2, by_choice_and_by_name, tmp_path):
         assert by_choice == named

@@ -7,6 +7,8 @@ import torch
 
 from tests.hugging_face.small import VOCABULARY, small, transformers
 
+pytestmark = pytest.mark.more
+
 
 def gpt2():
     return small("GPT2LMHeadModel", num_hidden_layers=1, dropout=0.1)

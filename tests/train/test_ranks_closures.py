@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 
+pytestmark = pytest.mark.more
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,

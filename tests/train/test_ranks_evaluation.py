@@ -169,6 +169,7 @@ def kept_attributes() -> dict[str, Any]:
     return module.result
 
 
+@pytest.mark.more
 def test_forward_for_other_ranks_has_no_side_effects(on_ranks):
     first, second = on_ranks(2, kept_attributes)
     assert first[:2] == [{"lists": [[0]], "count": 1}, 1]

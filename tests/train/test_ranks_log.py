@@ -116,6 +116,7 @@ def log_weighted(size: int, root: Any) -> tuple[float, ...]:
     return module.read, late.read, float(metrics["by samples"]), float(metrics["by hand"])
 
 
+@pytest.mark.more
 def test_hooks_at_the_end_of_an_epoch_read_values_of_all_ranks(on_ranks, tmp_path):
     [alone] = [log_weighted(1, tmp_path)]
     for read, late, by_samples, by_hand in on_ranks(2, log_weighted, 2, tmp_path):
@@ -226,6 +227,7 @@ def reduce_rates(root: Any) -> float:
     return module.rate
 
 
+@pytest.mark.more
 def test_plateau_uses_values_of_all_ranks(on_ranks, tmp_path):
     # The means are 3, 3 and 3.25, so the metric does not improve twice.
     assert on_ranks(2, reduce_rates, tmp_path) == [0.25, 0.25]
@@ -241,6 +243,7 @@ def stop_early(root: Any) -> int:
     return trainer.current_epoch
 
 
+@pytest.mark.more
 def test_early_stopping_acts_immediately_on_all_ranks(on_ranks, tmp_path):
     # The value increases only on the second rank. The mean decreases, so the second epoch is the last epoch.
     assert on_ranks(2, stop_early, tmp_path) == [2, 2]
@@ -268,6 +271,7 @@ def throughput(root: Any) -> list[float]:
     return rows.column("samples_per_s")
 
 
+@pytest.mark.more
 def test_throughput_counts_the_samples_of_all_ranks(on_ranks, tmp_path):
     # The first step starts the clock. The following steps have 4 and 2 samples.
     assert on_ranks(2, throughput, tmp_path) == [[6.0], []]

@@ -104,6 +104,7 @@ def run_out_of_time(root: Any) -> int:
     return fit(Slow(), root, max_steps=1000, max_time={"seconds": seconds}, data=[torch.ones(2)] * 4000)[0]
 
 
+@pytest.mark.more
 def test_time_limit_of_one_rank_ends_all(on_ranks, tmp_path):
     first, second = on_ranks(2, run_out_of_time, tmp_path)
     assert first == second < 1000
@@ -129,6 +130,7 @@ def stop_after_validation(root: Any) -> int:
     return trainer.global_step
 
 
+@pytest.mark.more
 def test_request_after_a_validation_takes_effect_immediately(on_ranks, tmp_path):
     assert on_ranks(2, stop_after_validation, tmp_path) == [3, 3]
 
@@ -150,6 +152,7 @@ def validate_and_get_signal(verb: str) -> tuple[int, int]:
     return module.num_validated, status
 
 
+@pytest.mark.more
 def test_evaluation_is_interrupted_on_all_ranks(on_ranks):
     """The first rank receives a signal in its second batch."""
     assert on_ranks(2, validate_and_get_signal, "validate") == [(3, 143)] * 2
@@ -193,6 +196,7 @@ def train_on_lists(root: Any) -> int:
     return fit(Plain(), root, [torch.ones(1)] * (6 + 2 * dist.get_rank()), max_epochs=1, max_steps=-1)[0]
 
 
+@pytest.mark.more
 def test_shortest_loader_counts(on_ranks, tmp_path):
     assert on_ranks(2, train_on_lists, tmp_path) == [3, 3]
 
@@ -204,6 +208,7 @@ def vote() -> list[Any]:
     return [*outcomes, ballot.settle([0, 0]), ballot.settle([rank * 5, 0])]
 
 
+@pytest.mark.more
 def test_vote_is_known_one_vote_later(on_ranks):
     expected = [None, [1, 2], [1, 2], [1, 2], [10, 0]]
     assert on_ranks(3, vote) == [expected] * 3

@@ -16,6 +16,7 @@ import roomier
 from roomier.callbacks import LearningRateMonitor
 from roomier.core.device.rng import rng_state
 from roomier.tuner import lr_find, scale_batch_size
+from tests.covering import few
 from tests.tuner.conftest import Named, Net, shuffled
 
 
@@ -163,7 +164,9 @@ def sizes(trainer: roomier.Trainer, *arguments: Any, **keywords: Any) -> None:
     trainer.plan = trainer.requested_plan = plan
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.parametrize(
+    "name", few([pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES], 2)
+)
 def test_after_a_search_for_a_rate(tmp_path: Path, name: str) -> None:
     without = fitted(tmp_path / "without", CASES[name], None)
     assert_same(fitted(tmp_path / "with", CASES[name], rates), without)
