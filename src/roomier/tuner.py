@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from roomier.train.tuner.tuner import Tuner
 else:  # imported when first used
     _HOMES = {
-        "LearningRateCurve": "train.tuner.curve",
-        "Tuner": "train.tuner.tuner",
-        "lr_find": "train.tuner.range_test",
-        "scale_batch_size": "train.tuner.batch_size",
+        "LearningRateCurve": "curve",
+        "Tuner": "tuner",
+        "lr_find": "range_test",
+        "scale_batch_size": "batch_size",
     }
-    __getattr__, __dir__ = late_names("roomier", _HOMES)
+    __getattr__, __dir__ = late_names(__name__, _HOMES, "roomier.train.tuner")
 
 __all__ = ["LearningRateCurve", "Tuner", "lr_find", "scale_batch_size"]

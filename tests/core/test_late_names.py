@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 import roomier.callbacks
-import roomier.train.tuner
+import roomier.tuner
 
-LATE = [roomier.callbacks, roomier.train.tuner]
+LATE = [roomier.callbacks, roomier.tuner]
 
 
 @pytest.mark.parametrize("package", LATE, ids=lambda each: each.__name__)
@@ -28,8 +28,9 @@ def test_a_star_import_imports_every_public_name() -> None:
 def test_importing_a_file_first_does_not_replace_a_function() -> None:
     import roomier.train.tuner.range_test
 
-    assert callable(roomier.train.tuner.lr_find)
-    assert roomier.train.tuner.range_test.lr_find is roomier.train.tuner.lr_find
+    assert callable(roomier.tuner.lr_find)
+    assert roomier.tuner.range_test.lr_find is roomier.tuner.lr_find
+    assert not hasattr(roomier, "lr_find")
 
 
 def test_a_file_of_the_package_is_available_as_an_attribute() -> None:

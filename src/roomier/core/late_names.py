@@ -8,15 +8,19 @@ from importlib import import_module
 from typing import Any
 
 
-def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for the module named ``package``.
+def late_names(
+    module: str, homes: Mapping[str, str], package: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for the module named ``module``.
 
     These functions also make the files of the package available as attributes.
 
     Args:
+        package: package that contains the files, if it is not ``module``.
         homes: mapping from each name to the file that defines the name. A file must not have the name of an object in
             ``homes``, because the imported file would replace the object as an attribute of the package.
     """
+    package = package or module
     files = set(homes.values())
     assert not files & homes.keys(), "a file has the same name as an object"
 
@@ -24,12 +28,12 @@ def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         if name in files:
             return import_module(f"{package}.{name}")
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         found = getattr(import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, found)  # The next access then does not call this function.
+        setattr(sys.modules[module], name, found)  # The next access then does not call this function.
         return found
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *files})
+        return sorted({*vars(sys.modules[module]), *homes, *files})
 
     return get, names
