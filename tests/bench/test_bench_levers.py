@@ -16,6 +16,7 @@ from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
 
 COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "levers", "--json"]
+pytestmark = pytest.mark.more
 
 
 def run(levers: str, folder: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from rich.console import Console
 from roomier.bench import optimizers
 from roomier.core.errors import RoomierError
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module")
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:

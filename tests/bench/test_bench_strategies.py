@@ -14,6 +14,8 @@ from rich.console import Console
 from roomier.bench import rank_processes, strategies
 from roomier.core.errors import RoomierError
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module")
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:

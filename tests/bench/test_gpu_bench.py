@@ -22,6 +22,8 @@ from roomier.bench.gpu.worker import measure_part
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
 
+pytestmark = pytest.mark.more
+
 ROOMIER = str(Path(sys.executable).with_name("roomier"))
 FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "roomier bench gpu"}
 SETTING = Setting("tiny", "cpu")
