@@ -16,7 +16,6 @@ from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
 
 COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "levers", "--json"]
-pytestmark = pytest.mark.more
 
 
 def run(levers: str, folder: Path) -> dict[str, Any]:
@@ -26,6 +25,9 @@ def run(levers: str, folder: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return {**found, "folder": words[-1], "errors": done.stderr}
+
+
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")

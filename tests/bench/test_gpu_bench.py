@@ -22,13 +22,13 @@ from roomier.bench.gpu.worker import measure_part
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
 
-pytestmark = pytest.mark.more
-
 ROOMIER = str(Path(sys.executable).with_name("roomier"))
 FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "roomier bench gpu"}
 SETTING = Setting("tiny", "cpu")
 # The other parts run in ``make test`` on the simulated accelerator (tests/device/test_simulated_plugin.py).
 QUICK_PARTS = ("copies", "mfu", "overhead")
+
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
