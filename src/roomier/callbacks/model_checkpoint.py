@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,6 +26,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.paths import check_path
+from roomier.core.replacing import replacing_path
 from roomier.core.units import parse_duration_s
 from roomier.run.run import run_of
 
@@ -430,12 +430,9 @@ class ModelCheckpoint(Callback):
 
     def _point_last_to(self, path: str) -> None:
         link = self._link_in(os.path.dirname(path))
-        aside = f"{link}.aside"
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(aside)
-            os.symlink(os.path.basename(path), aside)
-            os.replace(aside, link)
+            with replacing_path(Path(link)) as aside:
+                aside.symlink_to(os.path.basename(path))
         except OSError as error:
             self._print_once(f"cannot create the link {link!r} to the newest checkpoint {path!r}: {error.strerror}")
 

@@ -12,7 +12,6 @@ that raises an error writes its own weights.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
+from roomier.core.replacing import replacing_path
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -130,9 +130,8 @@ def save_weights_after(
         }
         folder.mkdir(parents=True, exist_ok=True)
         if suffix:
-            aside = folder / f".{path.name}.aside"
-            torch.save({**lightning_entries(state), "state_dict": weights}, aside)
-            os.replace(aside, path)
+            with replacing_path(path) as aside:
+                torch.save({**lightning_entries(state), "state_dict": weights}, aside)
         else:
             checkpoint.save(path, state, Ranks())
     except Exception as error:  # an error in the save must not replace the error that ended the run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.paths import check_path
+from roomier.core.replacing import replacing_path
 from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -146,12 +146,10 @@ class PredictionWriter(Callback):
 def _save(content: Any, path: Path) -> None:
     plain = map_tensors(lambda tensor: tensor.detach().cpu().clone(), content)
     _check_plain(plain, path.name)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(plain, aside)
-        os.replace(aside, path)
+        with replacing_path(path) as aside:
+            torch.save(plain, aside)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise _wrong(
             "output_dir", str(path), f"cannot be written: {error.strerror}", "Free some space, or use another folder"
         ) from error

@@ -18,32 +18,25 @@ without a record is not a complete checkpoint.
 
 import errno
 import os
-import platform
 import re
-import secrets
 import shutil
-import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from roomier.checkpoint.record import RECORD_NAME, has_lost_record
 from roomier.core.disk_space import NO_SPACE, shortage
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
+from roomier.core.replacing import OWNER, is_abandoned, new_owner, this_host
 
 SET_ASIDE_SUFFIX = ".damaged"
 
-# The processes of another machine cannot be checked, so their folders are considered stale after this time.
-_FOREIGN_STALE_AFTER_S = 24 * 3600.0
 # Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-_ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
+_ASIDE = re.compile(rf"\.(?P<kind>tmp|old)-(?P<target>.+)@{OWNER}")
 
 
 @dataclass(frozen=True)
@@ -66,29 +59,12 @@ class _Aside:
         return _Aside(path, match["kind"], path.with_name(match["target"]), match["host"], int(match["pid"]))
 
     def is_stale(self) -> bool:
-        """Return True if the process that created the folder has exited. For a process on another machine, return True
-        if the folder has not changed for a day."""
-        # Renaming a folder updates its ctime, but not its mtime.
-        changed_at_s = self.path.lstat().st_ctime
-        if self.host != _host():
-            return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
-        try:
-            process = psutil.Process(self.pid)
-            # If the process started after the folder was created, the process id was reused by a different process. The
-            # start time of a process has a resolution of one second.
-            return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.AccessDenied:
-            return False
-
-
-def _host() -> str:
-    return f"{zlib.crc32(platform.node().encode()):08x}"
+        """Return True if the process that created the folder has exited."""
+        return is_abandoned(self.path, self.host, self.pid)
 
 
 def _aside_path(kind: str, target: Path) -> Path:
-    return target.with_name(f".{kind}-{target.name}@{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return target.with_name(f".{kind}-{target.name}@{new_owner()}")
 
 
 @contextmanager
@@ -238,7 +214,7 @@ def names_being_written(folder: Path) -> set[str]:
     for path in folder.iterdir() if folder.is_dir() else ():
         aside = _Aside.parse(path)
         with suppress(FileNotFoundError):  # another process has already renamed the folder
-            is_own = aside is not None and (aside.host, aside.pid) == (_host(), os.getpid())
+            is_own = aside is not None and (aside.host, aside.pid) == (this_host(), os.getpid())
             if aside is not None and aside.kind == "tmp" and not is_own and not aside.is_stale():
                 names.add(aside.target.name)
     return names

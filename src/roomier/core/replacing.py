@@ -1,28 +1,99 @@
-"""Replace a file atomically."""
+"""Replace files atomically.
+
+A file is written in a temporary folder next to its target, flushed, and renamed. If the process is killed, the target
+is either the complete old file or the complete new file, and the temporary folder remains. The first write of a later
+process to the same folder removes it.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import secrets
+import shutil
+import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+import psutil
+
+# The processes of another machine cannot be checked, so their files are considered abandoned after this time.
+_FOREIGN_STALE_AFTER_S = 24 * 3600.0
+OWNER = r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}"
+"""Pattern of :func:`new_owner`."""
+_ASIDE = re.compile(rf"\..+@{OWNER}\.aside")
+
+_cleared: set[Path] = set()
+
+
+@contextmanager
+def replacing_path(path: Path) -> Iterator[Path]:
+    """Yield a path with the name of ``path`` in a temporary folder. The caller creates a file or a link there.
+
+    If the block ends without an error, all files of the temporary folder are moved to the folder of ``path``. The file
+    that replaces ``path`` is moved last.
+    """
+    if path.parent not in _cleared:  # once per process, because a folder can contain many files
+        _cleared.add(path.parent)
+        for old in path.parent.iterdir():
+            match = _ASIDE.fullmatch(old.name)
+            with suppress(FileNotFoundError):  # another process clears the same folder
+                if match is not None and is_abandoned(old, match["host"], int(match["pid"])):
+                    shutil.rmtree(old, ignore_errors=True)
+    folder = path.with_name(f".{path.name}@{new_owner()}.aside")
+    folder.mkdir()
+    try:
+        yield folder / path.name
+        for written in sorted(folder.iterdir(), key=lambda written: written.name == path.name):
+            if not written.is_symlink():
+                _flush(written)
+            os.replace(written, path.with_name(written.name))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Yield a temporary text file that replaces ``path`` if the block ends without an error.
+    """Yield a text file that replaces ``path`` if the block ends without an error."""
+    with replacing_path(path) as aside, aside.open("x", encoding="utf-8", newline="") as file:
+        yield file
 
-    If the process is killed, ``path`` contains either the complete old file or the complete new file.
-    """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.aside")
+
+def this_host() -> str:
+    """Return an identifier of this machine."""
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def new_owner() -> str:
+    """Return a unique text that identifies this process, for the name of a temporary file."""
+    return f"{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def is_abandoned(path: Path, host: str, pid: int) -> bool:
+    """Return True if the process ``pid``, which created ``path``, has exited. For a process on another machine, return
+    True if ``path`` has not changed for a day."""
+    # Renaming a folder updates its ctime, but not its mtime.
+    changed_at_s = path.lstat().st_ctime
+    if host != this_host():
+        return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
     try:
-        with aside.open("x", encoding="utf-8", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+        process = psutil.Process(pid)
+        # If the process started after the folder was created, the process id was reused by a different process. The
+        # start time of a process has a resolution of one second.
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from roomier.core.errors import DataError
+from roomier.core.replacing import replacing_path
 from roomier.core.untrusted import open_regular
 
 _MAGIC = b"roomtok\0"
@@ -84,7 +85,7 @@ def write_tokens(
             num_tokens += len(tokens) + len(end) // token_bytes
         if not num_tokens:
             raise DataError("documents", documents, "contain no tokens", "Pass at least one document with tokens")
-        file.commit(_Header(token_bytes, num_tokens, vocab_size, end_of_document))
+        file.write_header(_Header(token_bytes, num_tokens, vocab_size, end_of_document))
     return num_tokens
 
 
@@ -128,37 +129,34 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
 
 
 class _WriteAside:
-    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted if :meth:`commit` was
-    not called."""
+    """File that replaces ``path`` if the block ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> "_WriteAside":
         with self._as_data_error():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._aside.open("wb")
+            self._replacing = replacing_path(self._path)
+            self._file = self._replacing.__enter__().open("xb")
         return self
 
     def write(self, data: bytes) -> None:
         with self._as_data_error():
             self._file.write(data)
 
-    def commit(self, header: _Header) -> None:
+    def write_header(self, header: _Header) -> None:
         with self._as_data_error():
             self._file.seek(0)
             self._file.write(header.pack())
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
-            self._aside.replace(self._path)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         # On a full disk, closing the file fails again. The exception in progress already reports the cause.
         with suppress(OSError):
             self._file.close()
-        self._aside.unlink(missing_ok=True)
+        with self._as_data_error():
+            self._replacing.__exit__(*exception)
 
     @contextmanager
     def _as_data_error(self) -> Iterator[None]:

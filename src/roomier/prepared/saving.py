@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from roomier.checkpoint.export.shards import ToWrite, write_shard, write_tensors
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
+from roomier.core.replacing import replacing_path
 from roomier.core.sharded import is_sharded
 from roomier.core.tree import to_device
 from roomier.core.units import parse_bytes
@@ -122,13 +122,11 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
     size = max_shard_size if isinstance(max_shard_size, int) else parse_bytes("max_shard_size", max_shard_size)
     tensors = _to_write(weights)
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder) as new:
-        write_tensors(Path(new), tensors, size)
+    with replacing_path(folder / "model.safetensors.index.json") as index:
+        write_tensors(index.parent, tensors, size)
         for earlier in folder.iterdir():
             if _WEIGHTS.fullmatch(earlier.name):
                 earlier.unlink()
-        for file in Path(new).iterdir():
-            file.replace(folder / file.name)
 
 
 def write_file(path: Path, weights: Mapping[str, Any]) -> None:

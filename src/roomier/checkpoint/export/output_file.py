@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from roomier.checkpoint.commit import absolute
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.replacing import replacing_path
 
 
 def new_file(output: str | Path) -> Path:
@@ -29,10 +28,7 @@ def new_file(output: str | Path) -> Path:
 
 @contextmanager
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
-    """Yield a path with the name of ``output`` in a temporary folder. The caller writes to this path.
-
-    At the end of the block, all files of the temporary folder are moved to the folder of ``output``. The file
-    ``output`` itself is moved last.
+    """Replace ``output`` as :func:`roomier.core.replacing.replacing_path` does, and report errors of the disk.
 
     Raises:
         RoomierError: ``output`` already exists and ``may_exist`` is False.
@@ -41,19 +37,12 @@ def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[P
     target = absolute(output) if may_exist else new_file(output)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with replacing_path(target) as aside:
+            yield aside
     except OSError as error:
-        raise _not_written(target, error) from error
-    try:
-        yield folder / target.name
-        for path in sorted(folder.iterdir(), key=lambda each: each.name == target.name):
-            _flush(path)
-            os.replace(path, target.parent / path.name)
-    except OSError as error:
-        raise _not_written(target, error) from error
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(folder)
+        problem = f"cannot be written ({error.strerror or error})"
+        action = "Free some space, or choose a writable folder"
+        raise CheckpointError("output", str(target), problem, action) from error
 
 
 class _FailsLate(io.RawIOBase):
@@ -99,16 +88,3 @@ def for_torch(path: Path) -> Iterator[Any]:
         yield guarded
         if guarded.error is not None:
             raise guarded.error
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _not_written(target: Path, error: OSError) -> CheckpointError:
-    problem = f"cannot be written ({error.strerror or error})"
-    return CheckpointError("output", str(target), problem, "Free some space, or choose a writable folder")

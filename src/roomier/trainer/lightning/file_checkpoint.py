@@ -20,6 +20,7 @@ from roomier.checkpoint.record import RECORD_NAME
 from roomier.core.errors import CheckpointError
 from roomier.core.log import quiet
 from roomier.core.paths import check_path
+from roomier.core.replacing import replacing_path
 from roomier.train.saving.save import save_checkpoint
 
 if TYPE_CHECKING:
@@ -73,14 +74,12 @@ def _convert(run: Run, folder: Path, target: Path, when_committed: Callable[[], 
 
 
 def _replace_by_file(folder: Path, target: Path) -> None:
-    aside = target.with_name(f".{target.name}.aside")
-    aside.unlink(missing_ok=True)
-    with quiet():
-        export_lightning(folder, aside)
     former = target.with_name(f".{target.name}.former")
-    if target.is_dir():
-        target.rename(former)
-    os.replace(aside, target)
+    with replacing_path(target) as aside:
+        with quiet():
+            export_lightning(folder, aside)
+        if target.is_dir():
+            target.rename(former)
     if former.is_dir():
         checkpoint.remove(former)
     checkpoint.remove(folder)
