@@ -38,7 +38,7 @@ def dead_pid() -> int:
 
 def aside_of(kind: str, target: Path, pid: int | None = None, host: str | None = None) -> Path:
     pid = dead_pid() if pid is None else pid
-    return target.with_name(f".{kind}-{target.name}@{host or commit._host()}-{pid}-0123abcd")
+    return target.with_name(f".{kind}-{target.name}@{host or commit.this_host()}-{pid}-0123abcd")
 
 
 def test_kill_9_always_leaves_the_last_complete_checkpoint_loadable(tmp_path):
@@ -189,7 +189,7 @@ def test_a_reused_process_id_does_not_keep_a_stale_folder(tmp_path):
     folder_older_than_the_process = Path(os.__file__).parent
     with subprocess.Popen(["sleep", "60"]) as process:
         stale, live = (
-            commit._Aside(path, "tmp", tmp_path / "c", commit._host(), process.pid).is_stale()
+            commit._Aside(path, "tmp", tmp_path / "c", commit.this_host(), process.pid).is_stale()
             for path in (folder_older_than_the_process, tmp_path)
         )
         process.kill()

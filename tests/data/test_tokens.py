@@ -1,6 +1,7 @@
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from roomier.core.errors import DataError
-from roomier.data import TokenDataset, write_tokens
+from roomier.core.replacing import replacing_path
+from roomier.data import TokenDataset, tokens, write_tokens
 from roomier.data.source import Source
 
 
@@ -173,12 +175,19 @@ def test_path_that_cannot_be_written(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_full_disk_raises_and_leaves_no_file(tmp_path: Path):
+def test_full_disk_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
+
     # The temporary file is a link to a device on which each write fails because no space is left.
-    (tmp_path / f".a.tokens.{os.getpid()}.partial").symlink_to(full)
+    @contextmanager
+    def on_full_disk(path: Path) -> Iterator[Path]:
+        with replacing_path(path) as aside:
+            aside.symlink_to(full)
+            yield aside
+
+    monkeypatch.setattr(tokens, "replacing_path", on_full_disk)
     with pytest.raises(DataError, match="No space left"):
         write_tokens(tmp_path / "a.tokens", [range(100)] * 1000, vocab_size=100, end_of_document=None)
     assert os.listdir(tmp_path) == []

@@ -29,7 +29,7 @@ ALLOWED = {
     ("core/untrusted.py", "os.fdopen"): "the reader",
     ("core/untrusted.py", "os.open"): "the reader",
     ("data/tokens.py", "np.memmap"): "its argument is a file of open_regular",
-    ("data/tokens.py", "self._replacing.__enter__().open"): "creates a new file (mode x)",
+    ("data/tokens.py", "self._replacing.__enter__().open"): NEW,
     ("engine/weights_file.py", "safe_open"): "needs the path; _files_of accepts only regular files",
     ("checkpoint/export/hugging_face.py", "shutil.copy2"): "_processor_files accepts only regular files",
     ("checkpoint/export/lightning.py", "torch.save"): NEW,

@@ -18,7 +18,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import take_weights
-from roomier.engine.parameter_tier import NUM_BUFFERS, offloaded_parameters
+from roomier.engine.offload import NUM_BUFFERS, offloaded_parameters
 from roomier.engine.weights_file import WeightsFile
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags

@@ -138,7 +138,7 @@ class _WriteAside:
         with self._as_data_error():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._replacing = replacing_path(self._path)
-            self._file = self._replacing.__enter__().open("xb")
+            self._file = self._replacing.__enter__().open("wb")
         return self
 
     def write(self, data: bytes) -> None:

@@ -15,8 +15,8 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import shards_parameters, take_weights
+from roomier.engine.offload import filled_parameters, offloaded_shards
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
-from roomier.engine.parameter_tier import filled_parameters, offloaded_shards
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import Plan
 from roomier.techniques.adapters.found import report_unnamed_adapters

@@ -19,7 +19,6 @@ from roomier.techniques.activation.block_forward import Recompute
 from roomier.techniques.activation.recompute import apply_recompute
 from roomier.techniques.attention.kernels import attention_context
 from roomier.techniques.loss.chunked import LossWatch, apply_chunked_loss
-from roomier.techniques.loss.output_layer import find_output_layer
 from roomier.techniques.precision.lstm import replace_missing_lstm_kernels
 from roomier.techniques.precision.sizes import size_warnings
 
@@ -54,15 +53,6 @@ class Levers:
         """Restore the original ``forward`` methods, and free offloaded activations. Parameters keep their values."""
         unwrap(self.network)
         self.recompute.close()
-
-
-def layers_read_later(plan: Plan, facts: Facts) -> list[nn.Module]:
-    """Return the layers whose weights a technique of ``plan`` reads after the layer's ``forward`` has returned.
-
-    Raises:
-        RoomierError: no output layer is found.
-    """
-    return [find_output_layer(facts.network, facts.blocks)] if plan.loss.chunked else []
 
 
 def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None = None) -> Levers:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from roomier.engine.parameter_tier import NUM_BUFFERS
+from roomier.engine.offload import NUM_BUFFERS
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.offload_rules import update_mode
 from roomier.planner.dry_runs.dry_run import Interval, NumBytes
