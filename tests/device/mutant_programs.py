@@ -30,11 +30,11 @@ from roomier.checkpoint.agree import all_ranks
 from roomier.core.device.transfer import BatchMover
 from roomier.core.exchange import Exchange
 from roomier.core.log import quiet
-from roomier.core.vote import Vote
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.plan import plan_from_flags
+from roomier.run.vote import Vote
 from roomier.techniques.activation.disk_copies import DiskCopies
 from roomier.techniques.activation.offload import Copies, Offload
 from roomier.techniques.optim.adamw import StepValues

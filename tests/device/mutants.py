@@ -119,7 +119,7 @@ DETECTED: dict[str, str] = {
     "roomier.core.exchange:Exchange._swap | work.wait()": "exchange",
     "roomier.core.torch_offload:ShardGroup.before_unshard | "
     "stream.wait_stream(torch.accelerator.current_stream(group.device))": "shards",
-    "roomier.core.vote:Vote._arrived | work.wait()": "vote",
+    "roomier.run.vote:Vote._arrived | work.wait()": "vote",
     "roomier.core.wire:_Encoder.node | value.detach().cpu()": "message",
     "roomier.data.choose:_process_changes | changes['pin_memory'] = True": "fit",
     "roomier.core.device.capability:_tried | torch.empty(1, pin_memory=True)": "capabilities",

@@ -12,8 +12,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "roomier").rglob("*.py"))
 TORCH_PRIVATE = {
-    ROOT / "src" / "roomier" / "core" / name
-    for name in ("torch_private.py", "torch_fake.py", "torch_loaders.py", "torch_offload.py")
+    ROOT / "src" / "roomier" / name
+    for name in ("core/torch_private.py", "core/torch_fake.py", "core/torch_offload.py", "data/torch_loaders.py")
 }
 
 MAX_LINES_OF_A_FILE = 800

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import roomier
 from roomier.core.ranks import Ranks
-from roomier.core.vote import Vote
 from roomier.core.world import World
+from roomier.run.vote import Vote
 from tests.covering import few
 
 QUIET = {

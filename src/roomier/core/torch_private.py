@@ -134,11 +134,6 @@ def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
     return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of ``module`` itself (not of its submodules) that are not in ``state_dict``."""
-    return set(module._non_persistent_buffers_set)
-
-
 def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the offset of this rank's shard of the DTensor ``tensor`` in each dimension."""
     (chunk,) = tensor.__create_chunk_list__()
@@ -309,16 +304,6 @@ def recompute_metric(metric: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*", category=UserWarning)
         return metric.compute()
-
-
-def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """Return the reduction over ranks of each state of a metric (None if custom), and whether the state is a list."""
-    names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
-    names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
-    return {
-        name: (names.get(getattr(reduction, "__name__", "")), isinstance(metric._defaults[name], list))
-        for name, reduction in metric._reductions.items()
-    }
 
 
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from roomier.core import torch_loaders
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.data import torch_loaders
 from roomier.data.by_length import LengthGroupedBatchSampler
 from roomier.data.common_draws import CommonDraws
 from roomier.data.compared import FirstBatch

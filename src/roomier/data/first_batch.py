@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from roomier.core import torch_loaders
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.tree import tensors
+from roomier.data import torch_loaders
 from roomier.data.choose import speaks_state
 from roomier.data.combined import CombinedLoader
 from roomier.data.joint import Joined

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from roomier.core import torch_loaders
 from roomier.core.errors import DataError
+from roomier.data import torch_loaders
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")

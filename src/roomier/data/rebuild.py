@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from roomier.core import torch_loaders
+from roomier.data import torch_loaders
 
 
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
-from roomier.core import torch_loaders
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.data import torch_loaders
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed, length_of
 from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
 from roomier.data.combined import CombinedLoader, JointBatches

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.data import torch_loaders
 from roomier.data.batch_feeds import length_of
 from roomier.data.common_draws import CommonDraws
 from roomier.data.compared import FirstBatch

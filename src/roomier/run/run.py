@@ -22,7 +22,6 @@ from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.log import notice
 from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
-from roomier.core.vote import Vote
 from roomier.data.source import Source
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan
@@ -33,6 +32,7 @@ from roomier.run.saves import Saves
 from roomier.run.schedulers import Schedulers
 from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
+from roomier.run.vote import Vote
 
 
 @dataclass(frozen=True)
