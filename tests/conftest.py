@@ -72,6 +72,14 @@ def on_simulated() -> Iterator["SimulatedRanks"]:
     ranks.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests on the simulated accelerator in ``make test-more``, because its compilation takes minutes."""
+    for item in items:
+        if "on_simulated" in getattr(item, "fixturenames", ()):
+            item.add_marker("more")
+
+
 _num_modules_frozen = 0
 
 

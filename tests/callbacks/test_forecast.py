@@ -89,6 +89,7 @@ def test_forecast_equals_the_measurement(fit: Callable[..., Trainer], keywords: 
     assert any("blocks.1" in each.place for each in found.worst.timeline)
 
 
+@pytest.mark.more
 def test_tracking_does_not_change_training(fit: Callable[..., Trainer]) -> None:
     weights = []
     for callbacks in ([], [MemoryForecast()], [MemoryForecast(at_step=3), MemoryAnatomy()]):

@@ -18,7 +18,6 @@ from roomier.core.errors import RoomierError
 from roomier.memory import anatomy
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.trainer import Trainer
-from tests.covering import few
 
 Make = Callable[..., Trainer]
 TOKENS = torch.arange(64).view(4, 16) % 100
@@ -107,20 +106,18 @@ def test_bytes_per_parameter(
     assert own["optimizer_states"] == pytest.approx(states, rel=0.02)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "keywords",
-    few(
-        [
-            {"optimizer": "adamw8bit"},
-            {"optimizer": "adafactor"},
-            {"optimizer": "muon"},
-            {"lora": 2},
-            {"lora": {"rank": 2, "base": "nf4"}},
-            {"step_in_backward": True},
-            {"activation_checkpointing": "full", "chunked_loss": 8},
-        ],
-        3,
-    ),
+    [
+        {"optimizer": "adamw8bit"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon"},
+        {"lora": 2},
+        {"lora": {"rank": 2, "base": "nf4"}},
+        {"step_in_backward": True},
+        {"activation_checkpointing": "full", "chunked_loss": 8},
+    ],
     ids=str,
 )
 def test_formula_matches_each_memory_option(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:

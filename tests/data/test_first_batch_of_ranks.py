@@ -129,6 +129,7 @@ def read_declared(name: str) -> list[int] | str:
     return samples(lambda: DataLoader(dataset, batch_size=2), training=True)
 
 
+@pytest.mark.more
 def test_shards_by_rank_replaces_the_comparison(on_ranks: RankPool) -> None:
     assert sorted(chain(*on_ranks(2, read_declared, "yes"))) == list(range(NUM_SAMPLES))
     assert [len(each) for each in on_ranks(2, read_declared, "no")] == [NUM_SAMPLES // 2] * 2
@@ -204,6 +205,7 @@ def read_created_early() -> list[int] | str:
     return samples(lambda: DataLoader(WithPlace(*((0, 1) if rank == 0 else (rank, size)))), training=True)
 
 
+@pytest.mark.more
 def test_a_stream_that_was_created_before_the_ranks_is_rejected_on_all_ranks(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, read_created_early)
     assert "shards itself across ranks, but not on rank 0" in first

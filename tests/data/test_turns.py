@@ -136,6 +136,7 @@ class OfAnotherLength(Stream):
         super().__init__(length + 2 * dist.group.WORLD.rank())
 
 
+@pytest.mark.more
 def test_streams_of_different_lengths_raise_on_all_ranks(on_ranks):
     problem = "yields different numbers of batches on different ranks"
     assert on_ranks(2, turns_or_error, OfAnotherLength) == [problem, problem]

@@ -19,7 +19,6 @@ from roomier.core.device.transfer import BatchMover
 from roomier.plan import Plan
 from roomier.planner.measured import out_of_memory
 from roomier.planner.measured.out_of_memory import OutOfMemory
-from tests.covering import few
 from tests.device.runs import BATCH_SIZE, NUM_STEPS, RELATIVE, Language, difference, loader, trainer_of, weights_of
 from tests.ranks.pool import RankFailed
 from tests.simulator import simulated
@@ -160,16 +159,14 @@ def train(
 
 @pytest.mark.parametrize(
     ("strategy", "number", "schedule"),
-    few(
-        [
-            ("single", signal.SIGKILL, "LATE"),
-            ("single", signal.SIGTERM, "OTHERS_FIRST"),
-            ("zero3", signal.SIGKILL, "OTHERS_FIRST"),
-            pytest.param("single", signal.SIGKILL, "OTHERS_FIRST", marks=pytest.mark.slow),
-            pytest.param("single", signal.SIGTERM, "LATE", marks=pytest.mark.slow),
-            pytest.param("zero3", signal.SIGKILL, "LATE", marks=pytest.mark.slow),
-        ]
-    ),
+    [
+        ("single", signal.SIGKILL, "LATE"),
+        ("single", signal.SIGTERM, "OTHERS_FIRST"),
+        ("zero3", signal.SIGKILL, "OTHERS_FIRST"),
+        pytest.param("single", signal.SIGKILL, "OTHERS_FIRST", marks=pytest.mark.slow),
+        pytest.param("single", signal.SIGTERM, "LATE", marks=pytest.mark.slow),
+        pytest.param("zero3", signal.SIGKILL, "LATE", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_run_continues_with_the_same_bits(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str, number: int, schedule: str
@@ -236,7 +233,7 @@ def move_nested_batches(is_pinned: bool) -> tuple[Tensor, dict[str, int], list[s
     return total.cpu(), {kind: num for kind, num in waits.items() if num}, simulated.races()
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("without", [(), ("pinned_memory",), ("streams",)])
 def test_batches_are_copied_on_a_separate_stream(
     on_simulated: SimulatedRanks, without: tuple[str, ...], schedule: str
@@ -292,7 +289,7 @@ def fit_nested(folder: Path) -> dict[str, tuple[float, dict[str, int], list[str]
     return found
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_data_loader_is_pinned_and_other_batches_are_copied_with_waits(
     on_simulated: SimulatedRanks, tmp_path: Path, schedule: str
 ) -> None:
@@ -346,7 +343,7 @@ def save_twice(folder: Path, keywords: dict[str, Any], is_async: bool) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "schedule"),
-    few([("single", "OTHERS_FIRST"), ("zero3", "LATE"), pytest.param("single", "LATE", marks=pytest.mark.slow)]),
+    [("single", "OTHERS_FIRST"), ("zero3", "LATE"), pytest.param("single", "LATE", marks=pytest.mark.slow)],
 )
 def test_a_background_checkpoint_contains_the_state_of_its_step(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str, schedule: str

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from roomier.core.errors import RoomierError
-from tests.covering import few
 from tests.device.fits import CHECKED_STEPS, Comparison, compare, differences, fit
 from tests.simulator import simulated
 from tests.simulator.workers import SimulatedRanks
@@ -82,7 +81,7 @@ def selections() -> list[Any]:
     return params
 
 
-@pytest.mark.parametrize(("strategy", "schedule", "levers"), few(selections(), 4))
+@pytest.mark.parametrize(("strategy", "schedule", "levers"), selections())
 def test_levers_under_a_strategy(on_simulated: SimulatedRanks, strategy: str, schedule: str, levers: list[str]) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     calls = [
@@ -103,7 +102,7 @@ def test_levers_under_a_strategy(on_simulated: SimulatedRanks, strategy: str, sc
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("strategy", few(["zero3 on 2", "hsdp on 4"]))
+@pytest.mark.parametrize("strategy", ["zero3 on 2", "hsdp on 4"])
 def test_sequential_communication(on_simulated: SimulatedRanks, strategy: str) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     settings = keywords["strategy"] if isinstance(keywords["strategy"], dict) else {"name": keywords["strategy"]}
@@ -166,7 +165,7 @@ def dropout_fits(keywords: dict[str, Any]) -> tuple[tuple[float, float], tuple[f
     return differences(saved, recomputed), differences(saved, without), [*saved.races, *recomputed.races]
 
 
-@pytest.mark.parametrize("strategy", few(["single", "zero3 on 2"]))
+@pytest.mark.parametrize("strategy", ["single", "zero3 on 2"])
 def test_recomputation_draws_the_same_dropout_masks(on_simulated: SimulatedRanks, strategy: str) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     results = on_simulated(num_ranks, dropout_fits, {**keywords, "devices": num_ranks}, schedule="OTHERS_FIRST")

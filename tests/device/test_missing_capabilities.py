@@ -14,8 +14,6 @@ from tests.device.runs import RELATIVE, Language, difference, loader, trainer_of
 from tests.simulator import simulated
 from tests.simulator.workers import SimulatedRanks
 
-pytestmark = pytest.mark.more
-
 DEVICE = simulated.DEVICE
 
 # Arguments that use the capability, and the text of the notice.

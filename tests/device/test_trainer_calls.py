@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from roomier.callbacks import DeviceStatsMonitor, MemoryForecast
-from tests.covering import few
 from tests.device.runs import NUM_STEPS, RELATIVE, Language, difference, loader, trainer_of, weights_of
 from tests.simulator import simulated
 from tests.simulator.workers import SimulatedRanks
@@ -49,7 +48,7 @@ def evaluate(folder: Path, keywords: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "keywords", "schedule"),
-    few([(1, {}, "LATE"), (2, {"strategy": "zero3", "devices": 2}, "OTHERS_FIRST")]),
+    [(1, {}, "LATE"), (2, {"strategy": "zero3", "devices": 2}, "OTHERS_FIRST")],
     ids=["single", "zero3"],
 )
 def test_evaluation_and_prediction_compute_the_numbers_of_the_cpu(
@@ -81,7 +80,6 @@ def train_on_gathered_batches(folder: Path) -> tuple[float, list[str]]:
     return difference(found[DEVICE], found["cpu"]), simulated.races()
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST", "IMMEDIATE"])
 def test_gathered_batches(on_simulated: SimulatedRanks, tmp_path: Path, schedule: str) -> None:
     for relative, races in on_simulated(2, train_on_gathered_batches, tmp_path, schedule=schedule):
@@ -119,7 +117,6 @@ def plan_and_fit(folder: Path) -> tuple[int, float, int, list[str]]:
     return trainer.plan.batch.accumulate_grad_batches, relative, peak, simulated.races()
 
 
-@pytest.mark.more
 def test_auto_finds_a_plan_that_fits_the_device(on_simulated: SimulatedRanks, tmp_path: Path) -> None:
     (large,) = on_simulated(1, plan_and_fit, tmp_path)
     limit = int(0.9 * large[2])

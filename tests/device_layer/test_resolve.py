@@ -84,6 +84,7 @@ def run(folder: Path, program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.more
 def test_the_package_of_tpu_is_imported_on_demand(tmp_path):
     (tmp_path / "torch_tpu.py").write_text(_PACKAGE.format(name="tpu"))
     run(
@@ -98,6 +99,7 @@ assert resolve_device("tpu") == resolve_device("auto") == torch.device("tpu", 1)
     )
 
 
+@pytest.mark.more
 def test_the_name_of_a_device_that_a_package_added_is_accepted(tmp_path):
     (tmp_path / "added.py").write_text(_PACKAGE.format(name="added"))
     run(

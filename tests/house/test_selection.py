@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+MARKS = ("pytest.mark.more", "pytest.mark.slow")
 FOLDERS = sorted({path.parent for path in TESTS.glob("*/test_*.py")} - {TESTS / "third_party"})
 
 
 def is_marked(node: ast.stmt) -> bool:
-    """Return True if ``node`` marks a test, or the tests of its file, with ``more`` or ``slow``."""
-    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
-    return any(ast.unparse(mark).endswith(("mark.more", "mark.slow")) for mark in marks)
+    """Return True if ``node`` marks a test, or the tests of its file, with ``more`` or ``slow``.
+
+    ``tests/conftest.py`` marks the tests on the simulated accelerator.
+    """
+    if isinstance(node, ast.FunctionDef):
+        names = [ast.unparse(mark) for mark in node.decorator_list]
+        return any(name in MARKS for name in names) or "on_simulated" in ast.unparse(node.args)
+    return any(mark in ast.unparse(node) for mark in MARKS)
 
 
 def is_in_make_test(path: Path) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.techniques.parallel.read_weights import layers_read_by_others
-from tests.covering import few
 from tests.ranks.pool import RankPool
 
 transformers = pytest.importorskip("transformers")
@@ -58,7 +57,8 @@ def train(name: str, strategy: str, num_ranks: int) -> dict[str, Tensor]:
     return {key: getattr(each, "full_tensor", lambda e=each: e)().detach() for key, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "strategy"), few(list(zip(MODELS, ["zero3", "zero1", "zero2"], strict=True))))
+@pytest.mark.more
+@pytest.mark.parametrize(("name", "strategy"), list(zip(MODELS, ["zero3", "zero1", "zero2"], strict=True)))
 def test_deberta_trains_with_sharded_parameters(on_ranks: RankPool, name: str, strategy: str) -> None:
     single = on_ranks(1, train, name, "single", 1)[0]
     for sharded in on_ranks(2, train, name, strategy, 2):

@@ -22,7 +22,6 @@ from roomier.planner.formula.estimate import Estimator
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
 from roomier.techniques.tiers.disk import DiskTier
-from tests.covering import few
 from tests.device.fits import fit
 from tests.ranks.pool import RankPool
 from tests.simulator import simulated
@@ -189,9 +188,7 @@ def peaks(keywords: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "strategy",
-    few(
-        ["single", "ddp", pytest.param("zero2", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.slow)]
-    ),
+    ["single", "ddp", pytest.param("zero2", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.slow)],
 )
 def test_peak_of_an_accelerator(on_simulated: SimulatedRanks, strategy: str) -> None:
     num_ranks = 1 if strategy == "single" else 2

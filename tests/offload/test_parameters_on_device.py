@@ -11,7 +11,6 @@ from roomier.api.blocks import find_blocks
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import regions_of
 from roomier.techniques.offload.residency import record_sizes
-from tests.covering import few
 from tests.offload.training_on_device import compare, tier_of
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
@@ -28,7 +27,7 @@ ALL = product((False, True), (None, torch.bfloat16), ("cpu", "disk"), ("LATE", "
 
 @pytest.mark.parametrize(
     ("is_sharded", "dtype", "kind", "schedule"),
-    few([pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in ALL], 2),
+    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in ALL],
 )
 def test_same_bits_without_races_and_host_waits(
     on_simulated: SimulatedRanks, is_sharded: bool, dtype: torch.dtype | None, kind: str, schedule: str

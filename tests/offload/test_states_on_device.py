@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from roomier.engine.offloaded_updates import OffloadedUpdates
-from tests.covering import few
 from tests.device.fits import CHECKED_STEPS, differences, fit
 from tests.offload.test_modes import MODES
 from tests.offload.test_modes_on_ranks import not_supported
@@ -69,7 +68,7 @@ def unexpected_waits(strategy: str, tier: str, mode: str, clip: float | None, wa
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "schedule"), few(LATE_FIRST, 2))
+@pytest.mark.parametrize(("strategy", "schedule"), LATE_FIRST)
 def test_states_in_every_mode(
     on_simulated: SimulatedRanks, strategy: str, schedule: str, every: bool, tmp_path: Path
 ) -> None:

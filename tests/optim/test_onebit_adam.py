@@ -124,7 +124,8 @@ def test_float32_differs_by_rounding_only(on_ranks: RankPool) -> None:
         torch.testing.assert_close(weight.double(), reference_weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", few([1, 2, 3], 2))
+@pytest.mark.more
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_steps_before_the_freeze_equal_adamw_on_averaged_gradients(on_ranks: RankPool, num_ranks: int) -> None:
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
     adamw = torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY)
@@ -175,7 +176,8 @@ def resumed(num_steps: int, at: int, freeze_step: int, rounds_variance: bool) ->
     return all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize(("num_ranks", "at"), few(covering([1, 2, 3], [0, 6, 10]), 2))
+@pytest.mark.more
+@pytest.mark.parametrize(("num_ranks", "at"), covering([1, 2, 3], [0, 6, 10]))
 def test_restored_states_continue_bit_for_bit(on_ranks: RankPool, num_ranks: int, at: int) -> None:
     calls = [(14, at, 6, rounds) for rounds in (False, True)]
     for call, by_rank in zip(calls, on_ranks.each(num_ranks, resumed, calls), strict=True):

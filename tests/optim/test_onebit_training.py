@@ -143,8 +143,9 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
     return whole_weights(task)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
-    ("window", "strategy"), few(covering([(1, "all"), (2, "some"), (2, "none on one")], ["ddp", "zero1"]))
+    ("window", "strategy"), covering([(1, "all"), (2, "some"), (2, "none on one")], ["ddp", "zero1"])
 )
 def test_the_averaged_gradient_equals_the_gradient_of_the_global_batch(
     on_ranks: RankPool, window: tuple[int, str], strategy: str

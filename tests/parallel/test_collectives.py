@@ -122,6 +122,7 @@ def reduce_twice_in_a_window() -> None:
         assert second.tolist() == [group.size()] * 4, window
 
 
+@pytest.mark.more
 def test_second_reduction_in_a_step_completes_immediately(on_ranks: RankPool) -> None:
     on_ranks(2, reduce_twice_in_a_window)
 
@@ -160,6 +161,7 @@ def within_replicas() -> tuple[list[float], float]:
     return gathered.tolist(), reduced.item()
 
 
+@pytest.mark.more
 def test_collectives_within_a_group_of_ranks(on_ranks: RankPool) -> None:
     results = on_ranks(4, within_replicas)
     assert [gathered for gathered, _ in results] == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]

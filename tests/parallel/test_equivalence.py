@@ -96,20 +96,19 @@ def train_wide(setup: Setup, has_norms_in_root: bool) -> Trained:
         return train_on_ranks(WideLanguage, setup)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "setup",
-    few(
-        [
-            Setup("zero2", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
-            Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
-            Setup("zero3", 2, clip=0.5, levers={"step_in_backward": True}, precision="bf16-mixed", num_steps=3),
-            pytest.param(
-                Setup("hsdp", 4, 2, accumulate=2, precision="bf16-mixed", num_steps=3),
-                marks=pytest.mark.slow,
-                id="hsdp",
-            ),
-        ]
-    ),
+    [
+        Setup("zero2", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+        Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+        Setup("zero3", 2, clip=0.5, levers={"step_in_backward": True}, precision="bf16-mixed", num_steps=3),
+        pytest.param(
+            Setup("hsdp", 4, 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+            marks=pytest.mark.slow,
+            id="hsdp",
+        ),
+    ],
     ids=["zero2", "zero3", "zero3 with steps in backward", None],
 )
 def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, setup: Setup) -> None:
@@ -134,7 +133,8 @@ def test_sequential_communication_trains_bit_identically(on_ranks: RankPool, str
         assert distance(sequential[0], overlapped[0]).weights == 0.0
 
 
-@pytest.mark.parametrize("strategy", few(["ddp", "zero2"]))
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_clipping_by_value(on_ranks: RankPool, strategy: str) -> None:
     check(on_ranks, Language, Setup(strategy, 2, accumulate=2, clip=0.01, clip_algorithm="value"))
 

@@ -1,5 +1,6 @@
 """Several runs in one process group use the same mesh, so that all ranks communicate in the same process groups."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,5 +50,6 @@ def meshes() -> list[bool]:
     return [make_mesh("cpu", 4, 2) is mesh, make_mesh("cpu", 4, 4) is mesh]
 
 
+@pytest.mark.more
 def test_a_mesh_is_created_one_time(on_ranks: RankPool) -> None:
     assert on_ranks(4, meshes) == [[True, False]] * 4

@@ -11,8 +11,6 @@ from tests.prepared.scripts import largest_difference, run
 from tests.simulator import simulated
 from tests.simulator.workers import SimulatedRanks
 
-pytestmark = pytest.mark.more
-
 ROUNDING = 1e-5
 
 

@@ -133,6 +133,7 @@ def fail_while_another_sleeps() -> None:
     time.sleep(60)
 
 
+@pytest.mark.more
 def test_a_rank_that_does_not_end_after_a_failure_is_killed(on_ranks: RankPool) -> None:
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=r"(?s)rank 0 failed first.*ValueError: no") as info:
@@ -146,6 +147,7 @@ def sleep_on(rank: int) -> None:
         time.sleep(60)
 
 
+@pytest.mark.more
 def test_a_rank_that_does_not_end_is_killed_and_its_stack_reported(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*did not end in time.*in sleep_on"):
         on_ranks(2, sleep_on, 1, timeout_s=2)
@@ -158,6 +160,7 @@ def die_on(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.more
 def test_a_rank_that_is_killed_is_reported(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*was killed by SIGKILL.*last words"):
         on_ranks(2, die_on, 1)
@@ -170,6 +173,7 @@ def abort_on(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.more
 def test_a_rank_that_aborts_is_reported_with_its_output(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*was killed by SIGABRT.*why it aborts"):
         on_ranks(2, abort_on, 1)
@@ -235,6 +239,7 @@ def test_a_nested_function_is_rejected(on_ranks: RankPool) -> None:
         on_ranks(1, inner)
 
 
+@pytest.mark.more
 def test_a_pool_ends_its_server_and_starts_another(on_ranks: RankPool) -> None:
     assert on_ranks(1, is_joined) == [True]
     server = on_ranks._server

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.covering import few
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
 from tests.simulator.workers import SimulatedRanks
@@ -158,7 +157,7 @@ def results_of_collectives() -> tuple[dict[str, bool], Tensor, dict[str, int], l
     return found, average.cpu(), simulated.host_waits(), simulated.races()
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_collectives_return_the_bits_of_gloo_without_waits(
     on_simulated: SimulatedRanks, num_ranks: int, schedule: str
@@ -284,12 +283,9 @@ KINDS = ("ddp", "fsdp", "hsdp", "fsdp in bf16", "fsdp with offload")
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "schedule"),
-    few(
-        [(kind, 2, schedule) for kind in KINDS for schedule in ("LATE", "OTHERS_FIRST")]
-        + [(kind, 4, "LATE") for kind in KINDS[:3]]
-        + [("fsdp", 2, "IMMEDIATE")],
-        2,
-    ),
+    [(kind, 2, schedule) for kind in KINDS for schedule in ("LATE", "OTHERS_FIRST")]
+    + [(kind, 4, "LATE") for kind in KINDS[:3]]
+    + [("fsdp", 2, "IMMEDIATE")],
 )
 def test_parallel_training_equals_one_process(
     on_simulated: SimulatedRanks, kind: str, num_ranks: int, schedule: str

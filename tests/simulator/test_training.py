@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.covering import few
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
 from tests.simulator.workers import SimulatedRanks
@@ -60,7 +59,7 @@ def compare_with_cpu(optimizer: str, dtype: torch.dtype | None) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_in_fp32_computes_the_bits_of_the_cpu(
     on_simulated: SimulatedRanks, optimizer: str, schedule: str
