@@ -25,7 +25,7 @@ from roomier.core.errors import RoomierError
 ROOMIER = str(Path(sys.executable).with_name("roomier"))
 FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "roomier bench gpu"}
 SETTING = Setting("tiny", "cpu")
-# The other parts run in ``make test`` on the simulated accelerator (tests/device/test_simulated_plugin.py).
+# The other parts run in ``make test-more`` on the simulated accelerator (tests/device/test_simulated_plugin.py).
 QUICK_PARTS = ("copies", "mfu", "overhead")
 
 pytestmark = pytest.mark.more
