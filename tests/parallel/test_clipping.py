@@ -1,15 +1,19 @@
 """Tests that sharded gradients are clipped by the norm of the full gradient."""
 
 import copy
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from roomier.engine.updates import Updates
 from roomier.techniques.parallel.mesh import make_mesh
-from roomier.techniques.parallel.norm import clip_grad_norm, clip_grad_value
+from roomier.techniques.parallel.norm import join_norms
+from roomier.techniques.parallel.unsharded import Unsharded
 from tests.covering import few
 from tests.ranks.pool import RankPool
 
@@ -33,6 +37,20 @@ def with_gradients(seed: int) -> Uneven:
     return model
 
 
+class Joined(Unsharded):
+    """Model wrapper that joins the norms of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def join_norms(self, norms: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return join_norms(norms, self.mesh.get_group(-1))
+
+
+def clip(model: nn.Module, limit: float, mesh: DeviceMesh, algorithm: str = "norm") -> torch.Tensor | None:
+    return Updates(Joined(mesh)).clip(list(model.parameters()), limit, algorithm)  # type: ignore[arg-type]
+
+
 def clip_both(num_ranks: int, num_shards: int, limit: float, by_value: bool) -> None:
     bare = with_gradients(0)
     model = copy.deepcopy(bare)
@@ -47,11 +65,10 @@ def clip_both(num_ranks: int, num_shards: int, limit: float, by_value: bool) -> 
         else:
             each.grad = None if gradient is None else gradient.clone()
 
+    norm = clip(model, limit, mesh, "value" if by_value else "norm")
     if by_value:
-        clip_grad_value(model.parameters(), limit)
         nn.utils.clip_grad_value_(bare.parameters(), limit)
     else:
-        norm = clip_grad_norm(model.parameters(), limit)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(bare.parameters(), limit), rtol=1e-6, atol=0)
     for (name, ours), theirs in zip(model.named_parameters(), bare.parameters(), strict=True):
         if theirs.grad is None:
@@ -86,11 +103,14 @@ def test_clipping_by_norm_and_by_value_matches_torch(on_ranks: RankPool, num_ran
 def clip_infinite() -> list[float]:
     torch.manual_seed(0)
     layer = nn.Linear(2, 4, bias=False)
-    fully_shard(layer, mesh=make_mesh("cpu", 2, 2))
+    mesh = make_mesh("cpu", 2, 2)
+    fully_shard(layer, mesh=mesh)
     gradient = torch.ones(4, 2)
     gradient[3, 1] = float("nan")
     layer.weight.grad = distributed_like(gradient, layer.weight)
-    return [clip_grad_norm(layer.parameters(), 1.0).item(), *layer.weight.grad.full_tensor().flatten().tolist()]
+    norm = clip(layer, 1.0, mesh)
+    assert norm is not None
+    return [norm.item(), *layer.weight.grad.full_tensor().flatten().tolist()]
 
 
 def test_nonfinite_gradient_on_one_rank_affects_all_ranks(on_ranks: RankPool) -> None:

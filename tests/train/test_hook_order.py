@@ -87,7 +87,12 @@ def both(*names):
 TRANSFER = ["M.on_before_batch_transfer", "M.transfer_batch_to_device", "M.on_after_batch_transfer"]
 BACKWARD = [*both("on_before_backward"), "M.backward", *both("on_after_backward")]
 ZERO_GRAD = [*both("on_before_zero_grad"), "M.optimizer_zero_grad"]
-BEFORE_UPDATE = [*both("on_before_optimizer_step"), "M.configure_gradient_clipping"]
+NUM_PARAMETERS = 2
+BEFORE_UPDATE = [
+    *both("on_gradient") * NUM_PARAMETERS,
+    *both("on_before_optimizer_step"),
+    "M.configure_gradient_clipping",
+]
 
 
 def evaluation(stage, step, num_batches=1):
@@ -121,7 +126,7 @@ VALIDATION = evaluation("validation", ["M.validation_step"])
 
 def test_order_of_one_epoch(make_trainer, recorder, seen):
     """The fit has three micro-batches in windows of two, and one validation batch. Lightning has no
-    ``on_save_point``."""
+    ``on_save_point`` and no ``on_gradient``."""
     module, callback = recorder
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[callback], num_sanity_val_steps=1)
     trainer.fit(module, [torch.randn(2, 4)] * 3, [torch.randn(2, 4)])

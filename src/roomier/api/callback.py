@@ -110,6 +110,21 @@ class Callback:
     def on_after_backward(self, trainer: Any, pl_module: Module) -> None:
         """Called after each backward pass."""
 
+    def on_gradient(self, trainer: Any, pl_module: Module, name: str, gradient: Tensor) -> None:
+        """Called with each gradient of a step, to change it in place before :meth:`on_before_optimizer_step` and
+        clipping.
+
+        The gradient is reduced over the ranks and unscaled. This hook works in every mode, including updates during
+        backward and offloaded parameters, because it requires only one gradient at a time. With two backward passes
+        per step, it is called twice with the same gradient and must change it in the same way. Ranks with the same
+        shard must also change it in the same way, for example with random numbers from a seeded generator.
+
+        Args:
+            name: name of the parameter in the module.
+            gradient: gradient of the parameter. If the parameter is sharded, this rank's rows (dimension 0) of the
+                gradient; there can be zero rows.
+        """
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None:
         """Called after the gradients of a step are computed, before clipping and the update."""
 

@@ -40,6 +40,9 @@ class StepHooks:
         batch_loss: called after the backward pass of each micro-batch with its loss (0-dim, detached) and its index.
         batch_end: called at the end of each micro-batch with its index, except the last micro-batch of the window. The
             training loop calls the hooks of the last micro-batch after the update.
+        change_gradient: called with each parameter and its gradient (or this rank's shard) by
+            ``Engine.change_gradients``. Engines that free gradients during backward call it during backward, and may
+            call it twice.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 
@@ -53,6 +56,7 @@ class StepHooks:
     batch_start: Callable[[Any, int], Any] = _do_nothing
     batch_loss: Callable[[Tensor, int], Any] = _do_nothing
     batch_end: Callable[[int], Any] = _do_nothing
+    change_gradient: Callable[[Tensor, Tensor], Any] | None = None
     is_skipping: Callable[[], bool] = bool
 
 
@@ -168,6 +172,10 @@ class Engine(Protocol):
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
         """Divide the gradients by the loss scale before any code reads them. A second call has no effect."""
+        ...
+
+    def change_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Call ``hooks.change_gradient`` with each complete, unscaled gradient, before :meth:`clip`."""
         ...
 
     def clip(

@@ -32,6 +32,7 @@ SHARED_HOOKS = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
+    "on_gradient",
     "on_before_optimizer_step",
     *(
         f"on_{stage}_{moment}"

@@ -72,6 +72,9 @@ class ModuleHooks(nn.Module):
     def on_after_backward(self) -> None:
         """Called after each backward pass."""
 
+    def on_gradient(self, name: str, gradient: Tensor) -> None:
+        """Called with each gradient of a step; see :meth:`roomier.Callback.on_gradient`."""
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after the gradients of a step are computed, before clipping and the update."""
 

@@ -307,9 +307,17 @@ def recompute_metric(metric: Any) -> Any:
 
 
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each of ``tensors`` by ``factor`` (0-dim), in place, in one call."""
-    if tensors:
-        torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
+    """Multiply each of ``tensors`` by ``factor`` (0-dim), in place, in one call per device and dtype."""
+    for _, group in _alike(tensors):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+def _alike(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield the indices and tensors of each device and dtype, grouped as in ``torch.nn.utils.get_total_norm``."""
+    if not tensors:
+        return
+    for (group,), indices in Optimizer._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True).values():
+        yield indices, [each for each in group if each is not None]
 
 
 def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float) -> None:
@@ -485,10 +493,12 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def norm_of(tensor: Tensor) -> Tensor:
-    """Return the 2-norm of ``tensor`` (0-dim), computed by the kernel of ``torch.nn.utils.clip_grad_norm_``."""
-    (norm,) = torch._foreach_norm([tensor], 2.0)
-    return norm
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each tensor (0-dim), computed by the kernel of ``torch.nn.utils.clip_grad_norm_``."""
+    norms: dict[int, Tensor] = {}
+    for indices, group in _alike(tensors):
+        norms.update(zip(indices, torch._foreach_norm(group, 2.0), strict=True))
+    return [norms[index] for index in range(len(tensors))]
 
 
 def join_norms(norms: Sequence[Tensor]) -> Tensor:
@@ -499,8 +509,7 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
     """
     if not norms:
         return torch.tensor(0.0)
-    groups = Optimizer._group_tensors_by_device_and_dtype([list(norms)])
-    joined = [norm.to(norms[0].device) for ([group], _) in groups.values() for norm in group if norm is not None]
+    joined = [norm.to(norms[0].device) for _, group in _alike(norms) for norm in group]
     total: Tensor = torch.linalg.vector_norm(torch.stack(joined), 2.0)
     return total
 

@@ -37,7 +37,7 @@ def updates_of(
         return offloaded_updates(plan, facts, optimizers, parallel, residency)
     way = plan.optimizer.step_in_backward
     if way == "none" or not optimizers:
-        return Updates()
+        return Updates(parallel)
     if facts.is_manual:
         problem = "is not supported with manual optimization, in which training_step steps the optimizers"
         raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or use automatic optimization")
@@ -47,7 +47,5 @@ def updates_of(
         facts.blocks,
         way=way,
         batch_plan=plan.batch,
-        join_norms=parallel.join_norms,
-        late=parallel.late_parameters,
-        separate=parallel.root_parameters,
+        parallel=parallel,
     )

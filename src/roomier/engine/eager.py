@@ -62,7 +62,7 @@ class EagerEngine:
         self.device = device
         self.hooks = StepHooks()
         self.scheduler: LRScheduler | None = None  # the scheduler that the Plan names, for custom loops
-        unscale_away = updates.unscale_away if updates.clips else None
+        unscale_away = updates.unscale_away if updates.acts else None
         self.scaler = LossScaler(device, unscale_away) if precision.scales_loss else NoScale(device)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
@@ -273,7 +273,8 @@ class EagerEngine:
             loss = self.scaler.scale(loss)
         try:
             if self._acts:
-                self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
+                run = partial(self._run_backward, loss, *args, **kwargs)
+                self._updates.backward(run, hooks.change_gradient)
             else:
                 self._run_backward(loss, *args, **kwargs)
         except RuntimeError as error:
@@ -306,27 +307,19 @@ class EagerEngine:
                 self.scaler.unscale(each)
                 self._unscaled.add(id(each))
 
+    def change_gradients(self, optimizer: Optimizer | None = None) -> None:
+        if self.hooks.change_gradient is not None:
+            self._updates.change(self._parameters(optimizer), self.hooks.change_gradient)
+
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        if self._updates.clips:
-            self.unscale(optimizer)
-            return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:
             return None
         self.unscale(optimizer)
-        parameters = [p for each in self._chosen(optimizer) for group in each.param_groups for p in group["params"]]
-        if self._acts:
-            self._updates.begin_clip()
-        norm: Tensor | None = None
-        if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
-            self._parallel.clip_grad_value_(parameters, limit)
-        else:
-            norm = self._parallel.clip_grad_norm_(parameters, limit)
-        if self._acts:
-            self._updates.end_clip(norm, limit)
-        return norm
+        algorithm = algorithm or self._batch_plan.gradient_clip_algorithm
+        return self._updates.clip([*self._parameters(optimizer)], limit, algorithm)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         moments, scaler = self._moments, self.scaler
@@ -373,8 +366,9 @@ class EagerEngine:
             each.zero_grad()
         self._freed_gradients = True
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"])
+    def _parameters(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        return (p for each in chosen for group in each.param_groups for p in group["params"])
 
     def weights(self) -> dict[str, Any]:
         self.settle()  # a checkpoint stores the shards, not the unsharded parameters

@@ -177,7 +177,9 @@ class ModelEngine(PreparedEngine):
             TrainingError: ``norm_type`` is not 2, and the gradients are sharded.
         """
         if norm_type == 2:
-            return self._parallel.clip_grad_norm_(parameters, max_norm)
+            norm = self._updates.clip(parameters, max_norm, "norm")
+            assert norm is not None
+            return norm
         if self.is_sharded:
             problem = "is not supported for sharded gradients"
             raise TrainingError("norm_type", norm_type, problem, "Use norm_type=2, or strategy='ddp'")
@@ -185,7 +187,7 @@ class ModelEngine(PreparedEngine):
 
     def clip_values_of(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clamp each element of the gradients of ``parameters`` to ``[-max_value, max_value]``."""
-        self._parallel.clip_grad_value_(parameters, max_value)
+        self._updates.clip(parameters, max_value, "value")
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         super().step(optimizer, closure)

@@ -198,7 +198,7 @@ def offloaded_updates(
         gathers=gathers,
         gathers_ahead=parallel.gathers_ahead or bool(gathers),
         parameters=ParametersOnDevice() if residency is None else ParameterTier(residency, units, homes, parallel),
-        batch_plan=plan.batch,
+        parallel=parallel,
     )
 
 

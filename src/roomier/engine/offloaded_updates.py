@@ -32,7 +32,7 @@ unit completes the updates of all units up to the next unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,9 +51,9 @@ from roomier.core.log import notice
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import Gathers
 from roomier.engine.narrowed import Homes, Options, check_no_step_hooks, homes_of, options_of, step_only, with_options
-from roomier.engine.parameter_updates import Change, ParametersOnDevice
-from roomier.engine.updates import Scale, Updates
-from roomier.plan import BatchPlan
+from roomier.engine.parallel import Parallel
+from roomier.engine.parameter_updates import ParametersOnDevice
+from roomier.engine.updates import Change, ChangeAll, Scale, Updates
 from roomier.techniques.offload.outside_reads import OutsideReads
 from roomier.techniques.offload.states import OffloadedStates
 from roomier.techniques.offload.units import Unit
@@ -74,7 +74,7 @@ class _Pending:
 
     gradients: dict[Tensor, Tensor]
     options: Options
-    changes: Sequence[Change]
+    changes: Sequence[ChangeAll]
 
 
 @dataclass
@@ -103,11 +103,10 @@ class OffloadedUpdates(Updates):
         gathers_ahead: whether updates are completed one unit ahead, because the forward pass of a unit and the
             all-gather of the next unit run at the same time.
         parameters: the parameters in a tier, or an object without effect if all parameters stay on the device.
-        batch_plan: settings for clipping.
+        parallel: wrapper that distributes the network across ranks.
 
     Attributes:
         mode: current mode; ``"deferred"`` becomes ``"plain"`` if code outside a block reads the block's parameters.
-        clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
     acts = True
@@ -123,10 +122,11 @@ class OffloadedUpdates(Updates):
         gathers: Gathers,
         gathers_ahead: bool,
         parameters: ParametersOnDevice,
-        batch_plan: BatchPlan,
+        parallel: Parallel,
     ) -> None:
-        self.mode, self.clips, self.away = mode, parameters.leaves, states.away
-        self._parameters, self._batch_plan = parameters, batch_plan
+        super().__init__(parallel)
+        self.mode, self.away, self.norms_away = mode, states.away, parameters.norms
+        self._parameters = parameters
         self._optimizers, self._units, self._states = list(optimizers), list(units), states
         self._device, self._gathers, self._gathers_ahead = device, gathers, gathers_ahead
         self._unit_of = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters}
@@ -158,10 +158,11 @@ class OffloadedUpdates(Updates):
         """Prepare the forward pass of a micro-batch."""
         self._is_last = is_last
 
-    def backward(self, run: Callable[..., None]) -> None:
+    def backward(self, run: Callable[..., None], change: Change | None) -> None:
         """Compute gradients. The last backward pass of a step starts reading the optimizer states from the tier."""
         self._complete_all()  # updates of blocks whose forward pass did not run
-        if self._is_last and self._tries_speculation():
+        # A change of the gradients after backward would cause all speculative updates to be rejected.
+        if self._is_last and change is None and self._tries_speculation():
             self._waiting = {
                 number: {each for each in unit.parameters if each.requires_grad and each in self._homes}
                 for number, unit in enumerate(self._units)
@@ -176,9 +177,14 @@ class OffloadedUpdates(Updates):
             self._waiting = {}
         self._parameters.end_backward()
 
-    def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Clip the gradients, some of which are in a tier. If the norm is clipped, return the norm before clipping."""
-        return self._parameters.clipped(self._batch_plan, max_norm, algorithm)
+    def change(self, parameters: Iterable[Tensor], change: Change) -> None:
+        """Change the gradients on the device, then the gradients in a tier."""
+        super().change(parameters, change)
+        self._parameters.change(change)
+
+    def change_away(self, change: ChangeAll) -> None:
+        """Change the gradients in a tier when they are brought to the device for the update."""
+        self._parameters.changes += (change,)
 
     def scale_away(self, factor: float | Tensor) -> None:
         """Multiply the gradients that are in a tier by ``factor``."""
@@ -188,28 +194,22 @@ class OffloadedUpdates(Updates):
         """Unscale the gradients of ``optimizer`` that are in a tier, and return whether one is not finite."""
         return self._parameters.unscale_away(optimizer, factor)
 
-    def begin_clip(self) -> None:
-        """Reject speculative updates whose gradients or parameter groups have changed. The engine calls this method
-        before it clips the gradients."""
+    def clip(self, parameters: Sequence[Tensor], limit: float, algorithm: str) -> Tensor | None:
+        """Clip the gradients. Reject speculative updates whose gradients or parameter groups have changed before, and
+        all speculative updates if clipping changes the gradients."""
         if self._speculations:
             self._join()  # the updates read the gradients
         for number in [number for number in self._speculations if not self._is_valid(number)]:
             self._reject(number)
-
-    def end_clip(self, norm: Tensor | None, limit: float) -> None:
-        """Reject speculative updates if clipping changed the gradients.
-
-        Args:
-            norm: norm of the gradients before clipping; None if elements were clipped.
-            limit: maximum norm.
-        """
+        norm = super().clip(parameters, limit, algorithm)
         if not self._speculations:
-            return
+            return norm
         if norm is not None and float((limit / (norm + 1e-6)).clamp(max=1.0)) == 1.0:  # waits for the device
             for number, speculation in self._speculations.items():
                 speculation.versions = self._versions(number)
         else:
             self._reject_all()
+        return norm
 
     def step(self, optimizer: Optimizer, scaler: Scale, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``, or store their gradients for a deferred update."""
@@ -261,7 +261,7 @@ class OffloadedUpdates(Updates):
         self._states.expect(list(self._pending))
 
     def _update_unit(
-        self, number: int, parameters: Sequence[Tensor], own: Mapping[Tensor, object], changes: Sequence[Change]
+        self, number: int, parameters: Sequence[Tensor], own: Mapping[Tensor, object], changes: Sequence[ChangeAll]
     ) -> None:
         with self._updating(), self._parameters.present(number, own, changes) as arrived:
             self._states.arrive(number)

@@ -65,12 +65,12 @@ class Parallel(Protocol):
         """Account for parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         ...
 
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip the norm of the gradients to ``max_norm``. Return the norm over all ranks before clipping (0-dim)."""
-        ...
+    def check_reduced(self, field: str, value: object) -> None:
+        """Check that the gradients on each rank are the gradients of the full batch, so that they can be changed.
 
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        """Clamp each element of the gradients to ``[-max_value, max_value]``."""
+        Raises:
+            TrainingError: the optimizer reduces the gradients. The error names ``field`` and its ``value``.
+        """
         ...
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:

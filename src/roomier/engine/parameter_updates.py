@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,13 +14,10 @@ from torch.optim import Optimizer
 from roomier.core import torch_private
 from roomier.core.sharded import local_part
 from roomier.engine.parallel import Parallel
-from roomier.plan import BatchPlan
+from roomier.engine.updates import Change, ChangeAll
 from roomier.techniques.offload.regions import Region
 from roomier.techniques.offload.residency import UPDATE, AbsentWatch, Residency
 from roomier.techniques.offload.units import Unit
-
-Change = Callable[[Tensor], object]
-"""Function that changes a gradient in place."""
 
 
 class ParametersOnDevice:
@@ -28,12 +26,14 @@ class ParametersOnDevice:
     Attributes:
         leaves: whether parameters are offloaded.
         numbers: numbers of the units whose parameters are offloaded.
+        norms: norm of each gradient in the tier, by parameter.
         changes: functions, such as clipping, to apply to the gradients in the tier before the update, in this order.
     """
 
     leaves = False
     numbers: Collection[int] = ()
-    changes: tuple[Change, ...] = ()
+    norms: Mapping[Tensor, Tensor] = MappingProxyType({})
+    changes: tuple[ChangeAll, ...] = ()
 
     def begin_step(self, pending: Sequence[int]) -> None:
         """Free the gradients of the last step, except the gradients of the units in ``pending``."""
@@ -55,7 +55,9 @@ class ParametersOnDevice:
         return []
 
     @contextmanager
-    def present(self, number: int, own: Mapping[Tensor, object], changes: Sequence[Change]) -> Iterator[list[Tensor]]:
+    def present(
+        self, number: int, own: Mapping[Tensor, object], changes: Sequence[ChangeAll]
+    ) -> Iterator[list[Tensor]]:
         """Return a context in which the parameters of a unit, and their gradients, are on the device.
 
         Entering the context returns the parameters whose gradients were in the tier. On exit, the gradients of these
@@ -76,9 +78,8 @@ class ParametersOnDevice:
         any rank, otherwise 0."""
         return torch.zeros_like(factor)
 
-    def clipped(self, batch_plan: BatchPlan, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return None, because the engine clips gradients on the device. See :attr:`leaves`."""
-        return None
+    def change(self, change: Change) -> None:
+        """Change the gradients in the tier, and measure their norms again."""
 
     def settle(self) -> None:
         """Make all parameters readable."""
@@ -111,7 +112,7 @@ class ParameterTier(ParametersOnDevice):
             if unit.parameters[0] in by_parameter
         }
         self.numbers = self.regions.keys()
-        self.changes = ()
+        self.norms = residency.gradients.norms
         self._is_unscaled = False
         residency.gradients.measures_norms = True
 
@@ -138,7 +139,9 @@ class ParameterTier(ParametersOnDevice):
         return [number for number, region in self.regions.items() if self._residency.gradients.has(region)]
 
     @contextmanager
-    def present(self, number: int, own: Mapping[Tensor, object], changes: Sequence[Change]) -> Iterator[list[Tensor]]:
+    def present(
+        self, number: int, own: Mapping[Tensor, object], changes: Sequence[ChangeAll]
+    ) -> Iterator[list[Tensor]]:
         region = self.regions.get(number)
         if region is None:
             yield []
@@ -150,7 +153,7 @@ class ParameterTier(ParametersOnDevice):
         for parameter in found:
             assert parameter.grad is not None
             for change in changes:
-                change(local_part(parameter.grad))
+                change([local_part(parameter.grad)])
         left = [each for each in region.parameters if each.grad is not None and each not in own]
         yield found
         residency.changed(region)
@@ -161,26 +164,21 @@ class ParameterTier(ParametersOnDevice):
         else:
             gradients.forget(region)
 
-    def clipped(self, batch_plan: BatchPlan, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        limit = batch_plan.gradient_clip_val if max_norm is None else max_norm
-        if limit is None:
-            return None
-        resident = [each for each in self._homes if each.grad is not None]
-        if (algorithm or batch_plan.gradient_clip_algorithm) == "value":
-            self._parallel.clip_grad_value_(resident, limit)
-            self.changes = (*self.changes, lambda gradient: gradient.clamp_(-limit, limit))
-            return None
-        away = self._residency.gradients.norms
-        norms = {
-            each: torch_private.norm_of(local_part(each.grad)) if each.grad is not None else away[each]
-            for each in self._homes
-            if each.grad is not None or each in away
-        }
-        norm = self._parallel.join_norms(norms)
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
-        torch_private.scale_each([local_part(each.grad) for each in resident if each.grad is not None], factor)
-        self.changes = (*self.changes, lambda gradient: torch_private.scale_each([gradient], factor))
-        return norm
+    def change(self, change: Change) -> None:
+        gradients = self._residency.gradients
+        for region in self.regions.values():
+            if not gradients.has(region):
+                continue
+            gradients.arrive(region)
+            for parameter in region.parameters:
+                if parameter.grad is not None:
+                    own = local_part(parameter.grad)
+                    for earlier in self.changes:
+                        earlier([own])
+                    change(parameter, own)
+                    (gradients.norms[parameter],) = torch_private.norms_of([own])
+            gradients.leave(region)
+        self.changes = ()
 
     def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
         if not self._is_unscaled:
@@ -194,7 +192,7 @@ class ParameterTier(ParametersOnDevice):
     def scale_away(self, factor: float | Tensor) -> None:
         norms = self._residency.gradients.norms
         norms.update({parameter: norm * factor for parameter, norm in norms.items()})
-        self.changes = (*self.changes, lambda gradient: gradient.mul_(factor))
+        self.changes += (lambda gradients: [each.mul_(factor) for each in gradients],)
 
     def settle(self) -> None:
         self._residency.settle()

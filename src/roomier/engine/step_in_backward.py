@@ -37,8 +37,10 @@ from torch.utils.hooks import RemovableHandle
 
 from roomier.core import torch_private
 from roomier.core.errors import PlanError, TrainingError
+from roomier.core.sharded import local_part
 from roomier.engine.narrowed import Homes, check_no_step_hooks, homes_of, step_only
-from roomier.engine.updates import Updates
+from roomier.engine.parallel import Parallel
+from roomier.engine.updates import Change, ChangeAll, Updates, clipping
 from roomier.plan import BatchPlan
 
 FIELD = "optimizer.step_in_backward"
@@ -53,10 +55,7 @@ class StepInBackward(Updates):
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
         batch_plan: settings for clipping.
-        join_norms: function that receives the norm of this rank's shard of each gradient, by parameter, and returns the
-            norm over all ranks.
-        late: parameters whose gradients are complete only after backward.
-        separate: parameters of blocks that are updated separately from their block.
+        parallel: wrapper that distributes the network across ranks.
 
     Attributes:
         norm: norm of the gradients of the last step, before clipping (0-dim). None if no norm is computed.
@@ -66,7 +65,7 @@ class StepInBackward(Updates):
         PlanError: the update of a parameter by one of the optimizers depends on other parameters.
     """
 
-    acts = clips = True
+    acts = True
 
     def __init__(
         self,
@@ -76,23 +75,20 @@ class StepInBackward(Updates):
         *,
         way: str,
         batch_plan: BatchPlan,
-        join_norms: Callable[[Mapping[Tensor, Tensor]], Tensor],
-        late: Iterable[Tensor] = (),
-        separate: Iterable[Tensor] = (),
+        parallel: Parallel,
     ) -> None:
+        super().__init__(parallel)
         for optimizer in optimizers:
             _check_optimizer(optimizer, way)
         self.norm: Tensor | None = None
         self.may_be_stale = way == "stale_norm"
         self._network = network
         self._optimizers = list(optimizers)
-        self._join_norms = join_norms
-        self._late = dict.fromkeys(late)
-        without_block = {*self._late, *separate}
-        limit = batch_plan.gradient_clip_val
-        self._max_norm = limit if batch_plan.clips_norm else None
-        self._max_value = None if batch_plan.clips_norm else limit
-        self._factor: Tensor | None = None  # factor that scales the gradients in this step
+        self._late = dict.fromkeys(parallel.late_parameters)
+        without_block = {*self._late, *parallel.root_parameters}
+        self._limit, self._algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
+        self._change: Change | None = None  # changes each complete gradient before its norm is measured
+        self._clip: ChangeAll | None = None  # clips the gradients in this step
         self._block_of: dict[Tensor, int] = {
             parameter: number
             for number, block in enumerate(blocks)
@@ -134,28 +130,29 @@ class StepInBackward(Updates):
                 self._handles[parameter] = handle
                 self._num_in_block[self._block_of.get(parameter)] += 1
 
-    def backward(self, run: Callable[..., None]) -> None:
+    def backward(self, run: Callable[..., None], change: Change | None) -> None:
         """Compute the gradients and the updates of one step.
 
         Args:
             run: function that runs backward and accepts the ``retain_graph`` argument.
+            change: function that changes each complete gradient. With two backward passes, it runs in both.
 
         Raises:
             TrainingError: this is the second backward pass of the step, or a parameter already has a gradient.
         """
         self._check_begins_step()
-        self._is_step_open = True
-        self._factor = None
-        if self._max_norm is None:
+        self._is_step_open, self._change, limit = True, change, self._limit
+        if limit is None or self._algorithm == "value":
+            self._clip = None if limit is None else clipping(limit, None)
             self._run(run, self._collect)
         elif self.may_be_stale and self.norm is not None:
-            self._factor = _factor(self._max_norm, self.norm)
+            self._clip = clipping(limit, self.norm)
             self._run(run, self._measure_and_collect)
             self.norm = self._total_norm()
         else:
             self._run(lambda: run(retain_graph=True), self._measure)
             self.norm = self._total_norm()
-            self._factor = _factor(self._max_norm, self.norm)
+            self._clip = clipping(limit, self.norm)
             self._run(run, self._collect)
 
     def end_step(self, closure: object = None) -> None:
@@ -170,17 +167,20 @@ class StepInBackward(Updates):
             raise TrainingError("closure", closure, problem, action)
         self._is_step_open = False
 
-    def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
+    def change(self, parameters: Iterable[Tensor], change: Change) -> None:
+        """This method is a no-op, because :meth:`backward` changed the gradients."""
+
+    def clip(self, parameters: Sequence[Tensor], limit: float, algorithm: str) -> Tensor | None:
         """Return :attr:`norm`. The gradients were clipped during backward, according to the Plan.
 
         Raises:
-            TrainingError: ``max_norm`` or ``algorithm`` is given, but the gradients have already been clipped.
+            TrainingError: the Plan has a different limit or algorithm.
         """
-        if max_norm is None and algorithm is None:
+        if (limit, algorithm) == (self._limit, self._algorithm):
             return self.norm
         problem = "the gradients were already used and freed, because each parameter was updated during backward"
         action = "Set gradient_clip_val, which clips during backward, or set step_in_backward=False"
-        raise TrainingError("clip", max_norm, problem, action)
+        raise TrainingError("clip", limit, problem, action)
 
     def state(self) -> dict[str, Any]:
         """Return the state that the next step requires in addition to weights and optimizer states."""
@@ -201,7 +201,12 @@ class StepInBackward(Updates):
     def take(self, parameter: Tensor) -> None:
         """Process the complete gradient of ``parameter``."""
         if self._receive is not None and parameter not in self._late:
-            self._receive(parameter)
+            self._finish(parameter, self._receive)
+
+    def _finish(self, parameter: Tensor, receive: Callable[[Tensor], None]) -> None:
+        if self._change is not None:
+            self._change(parameter, _own_gradient(parameter))
+        receive(parameter)
 
     def _run(self, run: Callable[[], None], receive: Callable[[Tensor], None]) -> None:
         self._pending, self._updated = [], set()
@@ -210,7 +215,7 @@ class StepInBackward(Updates):
             run()
             for parameter in self._late:
                 if parameter in self._home and parameter.grad is not None:
-                    receive(parameter)
+                    self._finish(parameter, receive)
             self._update()
         finally:
             self._receive = None
@@ -226,7 +231,7 @@ class StepInBackward(Updates):
     def _take_norm(self, parameter: Tensor) -> None:
         if parameter in self._norms:
             raise self._came_in_parts(parameter)
-        self._norms[parameter] = torch_private.norm_of(_own_gradient(parameter))
+        (self._norms[parameter],) = torch_private.norms_of([_own_gradient(parameter)])
 
     def _collect(self, parameter: Tensor) -> None:
         """Collect the parameters of a block, and update them together. The update runs when the last gradient of the
@@ -243,18 +248,17 @@ class StepInBackward(Updates):
 
     def _update(self) -> None:
         parameters, self._pending = self._pending, []
-        if self._factor is not None:
-            torch_private.scale_each([_own_gradient(each) for each in parameters], self._factor)
-        elif self._max_value is not None:
-            for each in parameters:
-                _own_gradient(each).clamp_(-self._max_value, self._max_value)
+        if self._clip is not None:
+            self._clip([_own_gradient(each) for each in parameters])
         step_only(self._home, parameters)
         for each in parameters:
             each.grad = None
 
     def _total_norm(self) -> Tensor:
         norms, self._norms = self._norms, {}
-        return self._join_norms({each: norms[each] for each in self._home if each in norms})  # in torch's order
+        return self._parallel.join_norms(
+            {each: norms[each] for each in self._home if each in norms}
+        )  # in torch's order
 
     def _check_begins_step(self) -> None:
         if self._is_step_open:
@@ -292,17 +296,10 @@ class _Hook:
             steps.take(parameter)
 
 
-def _factor(max_norm: float, norm: Tensor) -> Tensor:
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
-
-
 def _own_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter, or this rank's shard of the gradient."""
-    gradient = parameter.grad
-    assert gradient is not None
-    to_local = getattr(gradient, "to_local", None)
-    own: Tensor = gradient if to_local is None else to_local()
-    return own
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
 
 
 def _check_optimizer(optimizer: Optimizer, way: str) -> None:

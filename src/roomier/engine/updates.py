@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from roomier.core import torch_private
+from roomier.core.sharded import local_part
+from roomier.engine.parallel import Parallel
 
 
 class Scale(Protocol):
@@ -24,20 +29,40 @@ class Scale(Protocol):
         ...
 
 
+Change = Callable[[Tensor, Tensor], object]
+"""Function that changes a gradient in place. The arguments are the parameter, and this rank's shard of its gradient."""
+ChangeAll = Callable[[Sequence[Tensor]], object]
+"""Function that changes several gradients, or this rank's shards of them, in place."""
+
+
+def clipping(limit: float, norm: Tensor | None) -> ChangeAll:
+    """Return the function that clips gradients with the total norm ``norm``; None clips each element instead."""
+    if norm is None:
+        return lambda gradients: [each.clamp_(-limit, limit) for each in gradients]
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
+    return lambda gradients: torch_private.scale_each(gradients, factor)
+
+
 class Updates:
     """Updates after backward (the default): the optimizers step when all gradients are complete.
 
     A subclass updates parameters at different times, or moves their states.
 
+    Args:
+        parallel: wrapper that distributes the network across ranks.
+
     Attributes:
         acts: whether the engine calls the methods of this object during a step.
-        clips: whether this object clips the gradients instead of the engine.
         away: parameters whose optimizer states are not on the device.
+        norms_away: norm of each gradient that is not on the device, by parameter.
     """
 
     acts = False
-    clips = False
     away: Container[nn.Parameter] = frozenset()
+    norms_away: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Prepare the forward pass of a step."""
@@ -45,24 +70,40 @@ class Updates:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch."""
 
-    def backward(self, run: Callable[..., None]) -> None:
+    def backward(self, run: Callable[..., None], change: Change | None) -> None:
         """Compute the gradients of a step.
 
         Args:
             run: function that runs backward and accepts the ``retain_graph`` argument.
+            change: function that will change the gradients of this step; see :meth:`change`.
         """
         run()
 
-    def begin_clip(self) -> None:
-        """Prepare for the clipping of gradients by the engine."""
+    def change(self, parameters: Iterable[Tensor], change: Change) -> None:
+        """Change the complete, unscaled gradients of ``parameters``, before they are clipped."""
+        self._parallel.check_reduced("on_gradient", change)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                change(parameter, local_part(parameter.grad))
 
-    def end_clip(self, norm: Tensor | None, limit: float) -> None:
-        """Process gradients that the engine has clipped.
+    def clip(self, parameters: Sequence[Tensor], limit: float, algorithm: str) -> Tensor | None:
+        """Clip the gradients of ``parameters``. If ``algorithm`` is ``"norm"``, return the norm before clipping."""
+        self._parallel.check_reduced("gradient_clip_val", limit)
+        gradients = {each: local_part(each.grad) for each in parameters if each.grad is not None}
+        norm = None
+        if algorithm == "norm":
+            norms = {
+                **self.norms_away,
+                **dict(zip(gradients, torch_private.norms_of([*gradients.values()]), strict=True)),
+            }
+            norm = self._parallel.join_norms({each: norms[each] for each in parameters if each in norms})
+        clip = clipping(limit, norm)
+        clip([*gradients.values()])
+        self.change_away(clip)
+        return norm
 
-        Args:
-            norm: norm of the gradients before clipping; None if elements were clipped.
-            limit: maximum of the norm, or of the absolute value of each element.
-        """
+    def change_away(self, change: ChangeAll) -> None:
+        """Change the gradients that are not on the device, before their parameters are updated."""
 
     def scale_away(self, factor: float | Tensor) -> None:
         """Multiply the gradients that are not on the device by ``factor``."""
@@ -87,10 +128,6 @@ class Updates:
 
     def watch(self) -> AbstractContextManager[Any] | None:
         """Return a context for the first forward pass of training; None if no context is required."""
-        return None
-
-    def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return the norm of the gradients before clipping; None if this object does not clip them."""
         return None
 
     def state(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def fit(run: Run) -> None:
     updates the parameters, steps the schedulers and logs values. If validation is due, the step then runs the
     validation. Each step ends with the save point. Checkpoints are saved, and training can end, only at the save point.
     """
-    step, update = TrainingStep(run), update_of(run)
+    step = TrainingStep(run)
     install_step_hooks(run, step)
-    forward_backward = forward_backward_of(run)
+    forward_backward, update = forward_backward_of(run), update_of(run)
     if not begin(run):
         return
     is_over, is_training = catch_up(run), True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import StepHooks
 from roomier.api.module import Module
@@ -129,7 +130,19 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         backward=module.backward if overrides(module, "backward", Module) else Tensor.backward,
         transfer=transfer_of(run),
     )
+    if hooks.on_gradient:
+        engine.hooks.change_gradient = _change_gradient(run)
+        vars(hooks)["on_before_optimizer_step"] = (engine.change_gradients, *hooks.on_before_optimizer_step)
     step.frees_gradients = engine.hooks.frees_gradients = _frees_gradients(run)
+
+
+def _change_gradient(run: Run) -> Callable[[Tensor, Tensor], None]:
+    names = {parameter: name for name, parameter in seen_by_user(run.module).named_parameters()}
+
+    def change(parameter: Tensor, gradient: Tensor) -> None:
+        call(run.hooks.on_gradient, names[parameter], gradient)
+
+    return change
 
 
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:

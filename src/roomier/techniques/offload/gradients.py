@@ -85,7 +85,7 @@ class OffloadedGradients:
             stored[parameter] = None
             parameter.grad = None
             if self.measures_norms:
-                self.norms[parameter] = torch_private.norm_of(view)
+                (self.norms[parameter],) = torch_private.norms_of([view])
         self._send(region)
 
     def has(self, region: Region) -> bool:

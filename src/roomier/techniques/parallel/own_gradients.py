@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
-
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from roomier.core.errors import TrainingError
 from roomier.core.ranks import Ranks
@@ -52,16 +49,8 @@ class OwnGradients(Unsharded):
     def trained_parameters_changed(self) -> None:
         """This method is a no-op, because the optimizer averages all existing gradients."""
 
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        _refuse_to_clip(max_norm)
-
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        _refuse_to_clip(max_value)
-
-    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        _refuse_to_clip(None)
-
-
-def _refuse_to_clip(bound: float | None) -> NoReturn:
-    problem = "is not supported with onebit_adam, which sends the signs of the momentum and never has the full gradient"
-    raise TrainingError("gradient_clip_val", bound, problem, "Disable clipping, or use optimizer='adamw'")
+    def check_reduced(self, field: str, value: object) -> None:
+        problem = (
+            "is not supported with onebit_adam, which sends the signs of the momentum and never has the full gradient"
+        )
+        raise TrainingError(field, value, problem, "Remove it, or use optimizer='adamw'")

@@ -42,7 +42,7 @@ from roomier.core.log import notice
 from roomier.core.tree import map_tensors, tensors
 from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.techniques.parallel.mesh import REPLICATE, SHARD
-from roomier.techniques.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
+from roomier.techniques.parallel.norm import join_norms
 from roomier.techniques.parallel.order import Order
 from roomier.techniques.parallel.read_weights import layers_read_by_others
 from roomier.techniques.parallel.runner import StepRunner
@@ -248,20 +248,11 @@ class Shards:
     def trained_parameters_changed(self) -> None:
         """This method is a no-op, because ``fully_shard`` checks ``requires_grad`` in every step."""
 
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return clip_grad_norm(parameters, max_norm)
-
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        clip_grad_value(parameters, max_value)
+    def check_reduced(self, field: str, value: object) -> None:
+        """This method is a no-op, because backward reduces the gradients."""
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        sharded = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
-        whole = [norm for parameter, norm in norms.items() if not isinstance(parameter, DTensor)]
-        norm = torch_private.join_norms(whole)
-        if sharded:
-            over_parts = over_ranks(torch_private.join_norms(sharded), self.sharding.mesh.get_group(-1))
-            norm = torch.hypot(over_parts, norm) if whole else over_parts
-        return norm
+        return join_norms(norms, self.sharding.mesh.get_group(-1))
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""

@@ -34,11 +34,8 @@ class Unsharded:
     def release(self) -> None:
         """This method is a no-op, because no parameter is sharded."""
 
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        nn.utils.clip_grad_value_(parameters, max_value)
+    def check_reduced(self, field: str, value: object) -> None:
+        """This method is a no-op, because backward reduces the gradients."""
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
         return torch_private.join_norms(list(norms.values()))

@@ -121,7 +121,8 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         problem = (
             f"{type(owner).__name__}.{name} cannot access gradients, because each gradient is freed during backward"
         )
-        raise RoomierError(keyword, way, problem, f"Remove the hook, or remove {keyword}")
+        action = f"Change each gradient in on_gradient instead, remove the hook, or remove {keyword}"
+        raise RoomierError(keyword, way, problem, action)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
