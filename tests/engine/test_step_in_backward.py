@@ -17,8 +17,8 @@ from roomier.core import torch_private
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.techniques.optim.by_name import OPTIMIZERS
 from tests.covering import few
+from tests.optim.named import CLASSES
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -95,7 +95,7 @@ def test_weights_are_equal_to_steps_after_backward(clip: str, tied: bool, dropou
         assert all(norm is not None and norm > 0.5 for norm in expected.norms)  # each step was clipped
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "onebit_adam"])
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "onebit_adam"])
 def test_every_optimizer_by_name(name: str) -> None:
     plain, network = make_network(), make_network()
     expected = train(plain, make_engine(plain, False, {"name": name, "lr": 1e-3}, **CLIPS["norm"]), 6)
@@ -159,7 +159,7 @@ def test_a_gradient_in_several_parts_raises() -> None:
 def test_a_stale_norm_is_the_norm_of_the_previous_step() -> None:
     plain, network = make_network(dropout=0.0), make_network(dropout=0.0)
     found = train(network, make_engine(network, "stale_norm", ADAMW, **CLIPS["norm"]), 5)
-    optimizer = OPTIMIZERS["adamw"](make_engine(plain, False, ADAMW).optimizers[0].param_groups, lr=3e-3)
+    optimizer = CLASSES["adamw"](make_engine(plain, False, ADAMW).optimizers[0].param_groups, lr=3e-3)
     generator = torch.Generator().manual_seed(1)
     before: Tensor | None = None
     for step in range(5):

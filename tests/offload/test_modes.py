@@ -13,9 +13,9 @@ from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT
 from roomier.techniques.offload.states import OffloadedStates
-from roomier.techniques.optim.by_name import OPTIMIZERS
 from tests.covering import few
 from tests.engine.test_step_in_backward import ADAMW, Trained, check_same, make_engine, make_network
+from tests.optim.named import CLASSES
 
 MODES = ["plain", "deferred", "speculative"]
 NUM_STEPS = 20
@@ -85,7 +85,7 @@ def test_parameters_in_a_tier(mode: str, clip: str, states: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", few([name for name in OPTIMIZERS if name != "onebit_adam"], 3))
+@pytest.mark.parametrize("name", few([name for name in CLASSES if name != "onebit_adam"], 3))
 def test_every_optimizer_by_name(name: str, mode: str, tmp_path: Path) -> None:
     plain, network = make_network(), make_network()
     optimizer = {"name": name, "lr": 1e-3}

@@ -7,7 +7,8 @@ from torch import nn
 from roomier import PlanError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.optim.adamw import BlockwiseAdamW
-from roomier.techniques.optim.by_name import OPTIMIZERS, make_optimizer
+from roomier.techniques.optim.by_name import make_optimizer
+from tests.optim.named import CLASSES
 
 
 @pytest.fixture
@@ -15,10 +16,10 @@ def net():
     return nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Conv1d(3, 2, 1))
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "muon"])
 def test_every_name_steps(net, name):
     optimizer = make_optimizer(name, net, lr=0.01)
-    assert type(optimizer) is OPTIMIZERS[name]
+    assert type(optimizer) is CLASSES[name]
     net[2](torch.ones(1, 4)).sum().backward()
     before = net[2].weight.detach().clone()
     optimizer.step()

@@ -14,12 +14,12 @@ from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.memory.kinds import Kind
 from roomier.techniques.optim.adamw import BlockwiseAdamW
-from roomier.techniques.optim.by_name import OPTIMIZERS
 from roomier.techniques.optim.lion import Lion
 from roomier.techniques.optim.muon import Muon
 from roomier.techniques.optim.onebit_adam import OneBitAdam
 from roomier.techniques.optim.state_bytes import state_bytes
 from tests.memory.test_model_states import Model, make_engine, make_plan, ranks_here, tracked_step
+from tests.optim.named import CLASSES
 from tests.ranks.pool import RankPool
 
 SHAPES = [(13, 6), (7,), (4, 3, 5)]
@@ -42,7 +42,7 @@ class Halves(Optimizer):
 
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    *((kind, {}) for kind in dict.fromkeys(OPTIMIZERS.values()) if kind not in (OneBitAdam, Muon)),
+    *((kind, {}) for kind in dict.fromkeys(CLASSES.values()) if kind not in (OneBitAdam, Muon)),
     (torch.optim.AdamW, {"amsgrad": True}),
     (torch.optim.AdamW, {"fused": True}),
     (torch.optim.SGD, {"momentum": 0.9}),

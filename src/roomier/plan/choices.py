@@ -1,12 +1,15 @@
 """The values that fields of a Plan accept, their labels, and the values that are known but rejected.
 
-To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. No other code in this folder needs to
-change.
+To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES`` (an optimizer to ``OPTIMIZERS``). No
+other code in this folder needs to change.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
+from pkgutil import resolve_name
+from typing import Any
 
 
 class Kind(StrEnum):
@@ -41,6 +44,30 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class OptimizerChoice(Choice):
+    """An optimizer that a name selects.
+
+    Attributes:
+        made_by: import path of the class, as in ``"torch.optim:AdamW"``.
+        cuda_bytes: bytes that an update moves per float32 weight on an accelerator.
+        cpu_bytes: bytes that an update moves per float32 weight on a CPU.
+        num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
+            all tensors.
+        keeps_low_bits: True if the optimizer can store the low bits that bfloat16 weights lack.
+    """
+
+    made_by: str
+    cuda_bytes: float
+    cpu_bytes: float
+    num_operations: float = 0.0
+    keeps_low_bits: bool = False
+
+    def load(self) -> Any:
+        """Import and return the class."""
+        return resolve_name(self.made_by)
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A known choice that is rejected.
 
@@ -65,11 +92,60 @@ def _approximate(note: str) -> Choice:
     return Choice(Kind.APPROXIMATE, note)
 
 
-def _torch_optimizer(class_name: str) -> Choice:
-    return Choice(Kind.EXACT, f"torch.optim.{class_name}")
+def _torch_optimizer(
+    name: str, cuda_bytes: float, cpu_bytes: float, num_operations: float = 0.0, *, keeps_low_bits: bool = False
+) -> OptimizerChoice:
+    note, path = f"torch.optim.{name}", f"torch.optim:{name}"
+    return OptimizerChoice(Kind.EXACT, note, path, cuda_bytes, cpu_bytes, num_operations, keeps_low_bits)
 
 
-CHOICES: dict[str, dict[str, Choice]] = {
+OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "adamw": _torch_optimizer("AdamW", 28, 28, keeps_low_bits=True),
+    "adam": _torch_optimizer("Adam", 28, 28),
+    "sgd": _torch_optimizer("SGD", 12, 14),
+    "adafactor": _torch_optimizer("Adafactor", 68, 164, 16),
+    "rmsprop": _torch_optimizer("RMSprop", 56, 57, 6),
+    "adagrad": _torch_optimizer("Adagrad", 48, 57, 6),
+    "nadam": _torch_optimizer("NAdam", 92, 111, 13),
+    "radam": _torch_optimizer("RAdam", 116, 116, 14),
+    "adamw8bit": OptimizerChoice(
+        Kind.APPROXIMATE,
+        "AdamW; states of large matrices in 8 bits, quantized in blocks",
+        "roomier.techniques.optim.adamw:BlockwiseAdamW",
+        *(16, 60, 11),  # read: weight, gradient and codes; written: weight and codes
+        keeps_low_bits=True,
+    ),
+    "adamw4bit": OptimizerChoice(
+        Kind.APPROXIMATE,
+        "AdamW; states of large matrices in 4 bits, quantized in blocks",
+        "roomier.techniques.optim.adamw:BlockwiseAdamW",
+        *(14, 60, 11),
+        keeps_low_bits=True,
+    ),
+    "lion": OptimizerChoice(
+        Kind.EXACT,
+        "Lion (Chen et al. 2023): the sign of the momentum",
+        "roomier.techniques.optim.lion:Lion",
+        *(44, 49, 20),
+        keeps_low_bits=True,
+    ),
+    "muon": OptimizerChoice(
+        Kind.EXACT,
+        "torch.optim.Muon for hidden matrices, AdamW for the rest",
+        "roomier.techniques.optim.muon:Muon",
+        *(48, 48, 7),  # for hidden matrices, in addition to their products
+    ),
+    "onebit_adam": OptimizerChoice(
+        Kind.APPROXIMATE,
+        "Adam; sends signs of the momentum after the variance is frozen",
+        "roomier.techniques.optim.onebit_adam:OneBitAdam",
+        *(140, 140, 20),
+    ),
+}
+"""The optimizers by name. The other layers derive from this table which optimizers exist, what they cost, and which of
+them support bfloat16 weights."""
+
+CHOICES: dict[str, Mapping[str, Choice]] = {
     "parallel.strategy": {
         "single": _exact("one process, nothing is sharded"),
         "ddp": _near("each rank holds the full model; gradients are summed over the ranks"),
@@ -117,21 +193,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "norm": _exact("by the norm over all parameters"),
         "value": _exact("each element of a gradient"),
     },
-    "optimizer.name": {
-        "adamw": _torch_optimizer("AdamW"),
-        "adam": _torch_optimizer("Adam"),
-        "sgd": _torch_optimizer("SGD"),
-        "adafactor": _torch_optimizer("Adafactor"),
-        "rmsprop": _torch_optimizer("RMSprop"),
-        "adagrad": _torch_optimizer("Adagrad"),
-        "nadam": _torch_optimizer("NAdam"),
-        "radam": _torch_optimizer("RAdam"),
-        "adamw8bit": _approximate("AdamW; states of large matrices in 8 bits, quantized in blocks"),
-        "adamw4bit": _approximate("AdamW; states of large matrices in 4 bits, quantized in blocks"),
-        "lion": _exact("Lion (Chen et al. 2023): the sign of the momentum"),
-        "muon": _exact("torch.optim.Muon for hidden matrices, AdamW for the rest"),
-        "onebit_adam": _approximate("Adam; sends signs of the momentum after the variance is frozen"),
-    },
+    "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": {
         "constant": _exact("constant learning rate after warm-up"),
         "linear": _exact("the learning rate decreases linearly to the last step"),

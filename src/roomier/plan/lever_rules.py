@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from roomier.core.errors import PlanError
+from roomier.plan.choices import OPTIMIZERS
 from roomier.plan.parts import PlanParts
-
-KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
-"""Optimizers that can store the low bits that bfloat16 weights lack."""
 
 
 def rounding_in_force(plan: PlanParts) -> str | None:
@@ -18,6 +16,11 @@ def rounding_in_force(plan: PlanParts) -> str | None:
     if plan.precision.mode != "bf16-true" or optimizer.name is None:
         return None
     return optimizer.weight_rounding or "split"
+
+
+def keeps_low_bits(optimizer: str | None) -> bool:
+    """Return True if the optimizer with this name can store the low bits that bfloat16 weights lack."""
+    return optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].keeps_low_bits
 
 
 def has_two_backwards(plan: PlanParts) -> bool:
@@ -107,9 +110,9 @@ def rounding_is_of_bf16_weights(plan: PlanParts) -> Iterator[PlanError]:
                 "optimizer.weight_rounding",
                 rounding,
                 problem,
-                f"Set optimizer.name to one of {', '.join(KEEPS_MASTERS)}",
+                f"Set optimizer.name to one of {', '.join(name for name in OPTIMIZERS if keeps_low_bits(name))}",
             )
-    elif optimizer.name not in KEEPS_MASTERS and rounding != "nearest":
+    elif not keeps_low_bits(optimizer.name) and rounding != "nearest":
         problem = f"loses small updates of bfloat16 weights with optimizer {optimizer.name!r}"
         action = (
             "Use optimizer='adamw', which keeps small updates, or allow their loss with "

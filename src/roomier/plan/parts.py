@@ -180,14 +180,16 @@ class OptimizerPlan(Part):
     ``configure_optimizers``.
 
     Attributes:
-        name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
-            ``"radam"``, ``"adamw8bit"`` and ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
-            for parameters other than hidden matrices) or ``"onebit_adam"`` (with the ``freeze_step`` option). None uses
+        name: a name in ``roomier.plan.choices.OPTIMIZERS``, such as ``"adamw"``, ``"adamw8bit"`` (states in 8 bits),
+            ``"muon"`` (with AdamW for parameters other than hidden matrices) or ``"onebit_adam"`` (with the
+            ``freeze_step`` option). ``roomier fit --help=optimizer`` lists all names. None uses
             ``configure_optimizers`` of the module.
         lr: learning rate; with a schedule, the highest learning rate. None selects the default of the optimizer class.
         weight_decay: weight decay. None selects the default of the optimizer class.
         options: additional keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. Adam and AdamW
-            also accept ``{"bias_correction": False}``. The options are checked when the optimizer is created.
+            also accept ``{"bias_correction": False}``. AdamW also accepts ``{"cautious": True}``, which uses only the
+            elements of an update that agree with the gradient (Liang et al. 2024, arXiv 2411.16085). The options are
+            checked when the optimizer is created.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None selects a constant
             learning rate of ``lr``.
         warmup_steps: number of optimizer steps in which the learning rate increases to ``lr``, linearly unless

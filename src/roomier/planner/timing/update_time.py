@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from roomier.plan import Plan
+from roomier.plan.choices import OPTIMIZERS
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.planner.dry_runs.work import Part, Work
@@ -50,22 +51,7 @@ class Moved:
     itemsize: int = 4
 
 
-_FUSED_ADAMW = Moved(28, 28)
-_MOVED = {
-    "adamw": _FUSED_ADAMW,
-    "adam": _FUSED_ADAMW,
-    "sgd": Moved(12, 14),
-    "rmsprop": Moved(56, 57, 6),
-    "adagrad": Moved(48, 57, 6),
-    "nadam": Moved(92, 111, 13),
-    "radam": Moved(116, 116, 14),
-    "adafactor": Moved(68, 164, 16),
-    "lion": Moved(44, 49, 20),
-    "adamw8bit": Moved(16, 60, 11),  # read: weight, gradient and codes; written: weight and codes
-    "adamw4bit": Moved(14, 60, 11),
-    "muon": Moved(48, 48, 7),  # for hidden matrices, in addition to their products
-    "onebit_adam": Moved(140, 140, 20),
-}
+_CAUTIOUS = Moved(156, 131, 24)  # AdamW that is not fused, whose moments are read again to count elements
 _MOMENTUM_BYTES = 8  # momentum of SGD, read and written
 # AdamW and Lion with bfloat16 weights are not fused. Rounding takes most of their time.
 _ROUNDED = {
@@ -167,11 +153,14 @@ def _started(num_weights: int, plan: Plan) -> Work:
 def _moved_by(plan: Plan, *, is_hidden: bool) -> Moved:
     name = plan.optimizer.name or "adamw"
     if name == "muon" and not is_hidden:
-        return _FUSED_ADAMW
+        name = "adamw"
     rounded = _ROUNDED.get((name, rounding_in_force(plan) or ""))
     if rounded is not None:
         return rounded
-    moved = _MOVED.get(name, _FUSED_ADAMW)
+    if plan.optimizer.options.get("cautious"):
+        return _CAUTIOUS
+    costs = OPTIMIZERS[name]
+    moved = Moved(costs.cuda_bytes, costs.cpu_bytes, costs.num_operations)
     if name == "sgd" and plan.optimizer.options.get("momentum"):
         moved = Moved(moved.cuda_bytes + _MOMENTUM_BYTES, moved.cpu_bytes + _MOMENTUM_BYTES)
     return moved

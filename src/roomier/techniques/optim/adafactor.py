@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core.sharded import is_sharded
-from roomier.techniques.optim.local import local
+from roomier.techniques.optim.local import local, shard_group, sum_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,7 +53,7 @@ class Adafactor(torch.optim.Adafactor):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parts.setdefault(_shard_group(parameter), []).append(self._part(group, parameter))
+                    parts.setdefault(shard_group(parameter), []).append(self._part(group, parameter))
         for ranks, of_ranks in parts.items():
             _update(of_ranks, ranks)
         return loss
@@ -169,40 +169,20 @@ class _Part:
 
 def _update(parts: Sequence[_Part], ranks: ProcessGroup | None) -> None:
     """Update ``parts``, which are sharded across the process group ``ranks`` (None if they are not sharded)."""
-    totals = _sum([each.begin() for each in parts], ranks)
+    totals = sum_over([each.begin() for each in parts], ranks)
     for part, values in zip(parts, totals, strict=True):
         if len(values) == 3:
             part.add_columns(values[2])
     sums_of_rows = [values[1] if len(values) == 3 else None for values in totals]
     squares = [[_square(part.update(of_rows).norm(2))] for part, of_rows in zip(parts, sums_of_rows, strict=True)]
-    of_updates = _sum(squares, ranks)
+    of_updates = sum_over(squares, ranks)
     for part, values, of_rows, [of_update] in zip(parts, totals, sums_of_rows, of_updates, strict=True):
         part.apply(part.update(of_rows), values[0], of_update)
-
-
-def _sum(values: Sequence[Sequence[Tensor]], ranks: ProcessGroup | None) -> Sequence[Sequence[Tensor]]:
-    """Return ``values`` (1-dim tensors), summed over the ranks in one collective."""
-    if ranks is None:
-        return values
-    import torch.distributed as dist  # already imported if a tensor is sharded
-
-    joined = torch.cat([each for row in values for each in row])
-    dist.all_reduce(joined, group=ranks)
-    split = iter(torch.split(joined, [len(each) for row in values for each in row]))
-    return [[next(split) for _ in row] for row in values]
 
 
 def _square(norm: Tensor) -> Tensor:
     """Return the squares of norms as a 1-dim tensor, in at least float32 precision."""
     return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().flatten()
-
-
-def _shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """Return the process group across which ``parameter`` is sharded, or None if it is not sharded."""
-    if not is_sharded(parameter):
-        return None
-    [dim] = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
-    return parameter.device_mesh.get_group(dim)
 
 
 def _zeros(shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:

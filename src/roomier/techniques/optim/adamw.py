@@ -13,6 +13,16 @@ These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled W
 1711.05101, Algorithm 2). The only difference is that ``r`` and ``q`` are rounded when they are stored. On a CPU, the
 step runs in place, on as many rows at a time as fit in the cache. On CUDA, the step is compiled to a few kernels over
 full parameters.
+
+[Note: cautious updates]
+Liang et al. 2024, "Cautious Optimizers: Improving Training with One Line of Code" (arXiv 2411.16085), Algorithm 2: an
+element of the update ``u`` of a parameter is used only if it has the sign of the gradient ``g``. The other elements are
+0, and ``u`` is scaled up in return, by the number of elements of the parameter::
+
+    u = u * (u * g > 0) * numel / (number of elements with u * g > 0, plus 1)
+
+If a parameter is sharded, the elements of all shards are counted, in one collective per call of ``step``. Unlike in the
+paper, weight decay precedes the update, as in torch's AdamW.
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ from roomier.core.log import notice
 from roomier.core.sharded import is_sharded
 from roomier.techniques.optim import block_codes
 from roomier.techniques.optim.block_codes import Region
-from roomier.techniques.optim.local import first_element, local
+from roomier.techniques.optim.local import first_element, local, shard_group, sum_over
 from roomier.techniques.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
 SEED = 0  # seed for stochastic rounding; all runs can use the same seed
@@ -66,6 +76,8 @@ class BlockwiseAdamW(Optimizer):
         state_bits: number of bits per moment: 4, 8 or 32.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"`` or ``"nearest"`` (see
             ``rounding.py``).
+        cautious: True to use only elements of the update that agree with the gradient; see [Note: cautious updates].
+            Requires 32-bit moments.
         compiled: True to compile the update of quantized moments. The compilation takes a few seconds in the first step
             and makes the update 4 times as fast. None compiles the update if this saves time and a compiler is
             available. The compiled and uncompiled updates can differ in the last bit of a float32 number, which
@@ -96,6 +108,7 @@ class BlockwiseAdamW(Optimizer):
         *,
         state_bits: int = 8,
         weight_rounding: str = "split",
+        cautious: bool = False,
         compiled: bool | None = None,
     ) -> None:
         self.compiled = compiled
@@ -103,6 +116,10 @@ class BlockwiseAdamW(Optimizer):
         self._coded: list[Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
+        self.defaults["cautious"] = cautious  # not an option of the groups, which checkpoints contain
+        if cautious and self._coded:
+            problem = "is not supported with quantized moments"
+            raise PlanError("optimizer.cautious", cautious, problem, "Use optimizer='adamw', or remove cautious")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Raises PlanError if the options of the group are invalid."""
@@ -136,11 +153,36 @@ class BlockwiseAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         update = self._update_codes or self._choose_update()
+        scales = self._scales() if self.defaults.get("cautious") else {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(group, parameter, update)
+                    self._update(group, parameter, update, scales.get(parameter))
         return loss
+
+    def _scales(self) -> dict[Tensor, Tensor]:
+        """Return the factor of the update of each parameter with a gradient (1-dim); see [Note: cautious updates]."""
+        counts: dict[Any, dict[Tensor, Tensor]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    exp_avg, gradient = local(self._state(group, parameter)["exp_avg"]), local(parameter.grad)
+                    count = torch.zeros(1, dtype=torch.int64, device=gradient.device)
+                    for _, (own, mean) in flat_parts(gradient, exp_avg):
+                        own = own.to(mean.dtype)
+                        count += torch.count_nonzero(mean.lerp(own, 1 - group["betas"][0]) * own > 0)
+                    counts.setdefault(shard_group(parameter), {})[parameter] = count
+        scales: dict[Tensor, Tensor] = {}
+        for ranks, of_ranks in counts.items():
+            totals = sum_over([[each] for each in of_ranks.values()], ranks)
+            scales |= {each: each.numel() / (total + 1) for each, [total] in zip(of_ranks, totals, strict=True)}
+        return scales
+
+    def _state(self, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(_empty_state(parameter, group))
+        return state
 
     def update_as(self, other: BlockwiseAdamW) -> None:
         """Compile the update of quantized moments if ``other`` compiles its update, for parameters of any size."""
@@ -162,14 +204,14 @@ class BlockwiseAdamW(Optimizer):
             self._update_codes = found
         return self._update_codes
 
-    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, update: UpdateBlocks) -> None:
+    def _update(
+        self, group: Mapping[str, Any], parameter: nn.Parameter, update: UpdateBlocks, scale: Tensor | None
+    ) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             action = "Create the embedding with sparse=False, or use torch.optim.SparseAdam for the embedding"
             raise PlanError("optimizer", type(self).__name__, "does not support sparse gradients", action)
-        state = self.state[parameter]
-        if not state:
-            state.update(_empty_state(parameter, group))
+        state = self._state(group, parameter)
         state["step"] += 1
         values = StepValues.of(group, int(state["step"]))
         own = {name: local(each) for name, each in state.items()}
@@ -184,7 +226,7 @@ class BlockwiseAdamW(Optimizer):
                 update = update_blocks  # the update of tensor subclasses cannot be compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
-            _update_full(weight, gradient, own, values, key, first)
+            _update_full(weight, gradient, own, values, scale, key, first)
 
 
 @dataclass(frozen=True)
@@ -236,23 +278,33 @@ class StepValues:
 
 
 def _update_full(
-    weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], values: StepValues, key: int | None, first: int
+    weight: Tensor,
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    values: StepValues,
+    scale: Tensor | None,
+    key: int | None,
+    first: int,
 ) -> None:
     parts = flat_parts(weight, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("low_bits"))
     for start, (each, own_gradient, exp_avg, exp_avg_sq, low_bits) in parts:
         value = read(each, low_bits)
-        adamw_(value, own_gradient.to(value.dtype), exp_avg, exp_avg_sq, values)
+        adamw_(value, own_gradient.to(value.dtype), exp_avg, exp_avg_sq, values, scale)
         write(each, value, low_bits=low_bits, key=key, first=first + start)
 
 
-def adamw_(value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues) -> None:
-    """Run one step of AdamW with torch's operations in torch's order. All tensors except ``gradient`` change in
-    place."""
+def adamw_(
+    value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues, scale: Tensor | None
+) -> None:
+    """Run one step of AdamW with torch's operations in torch's order. ``value``, ``exp_avg`` and ``exp_avg_sq`` change
+    in place. If ``scale`` is not None, the update is cautious and multiplied by ``scale``."""
     if values.shrinks != 1:
         value.mul_(values.shrinks)
     exp_avg.lerp_(gradient, 1 - values.beta1)
     exp_avg_sq.mul_(values.beta2).addcmul_(gradient, gradient, value=1 - values.beta2)
     denominator = exp_avg_sq.sqrt().div_(values.root_correction2).add_(values.eps)
+    if scale is not None:
+        exp_avg = (exp_avg * scale).mul_(exp_avg * gradient > 0)
     value.addcdiv_(exp_avg, denominator, value=-values.lr / values.correction1)
 
 

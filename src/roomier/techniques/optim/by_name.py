@@ -11,29 +11,13 @@ from torch.optim import Optimizer
 from roomier.core.device.capability import capabilities_of
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.sharded import is_sharded
+from roomier.plan.choices import OPTIMIZERS
 from roomier.techniques.optim.adafactor import Adafactor
 from roomier.techniques.optim.adamw import BlockwiseAdamW
 from roomier.techniques.optim.groups import Trait, trained_parameters
 from roomier.techniques.optim.lion import Lion
-from roomier.techniques.optim.muon import Muon
-from roomier.techniques.optim.onebit_adam import OneBitAdam
 from roomier.techniques.optim.uncorrected import UncorrectedAdam, UncorrectedAdamW
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adafactor": torch.optim.Adafactor,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamw8bit": BlockwiseAdamW,
-    "adamw4bit": BlockwiseAdamW,
-    "lion": Lion,
-    "muon": Muon,
-    "onebit_adam": OneBitAdam,
-}
 _UNCORRECTED: dict[type[Optimizer], type[Optimizer]] = {
     torch.optim.AdamW: UncorrectedAdamW,
     torch.optim.Adam: UncorrectedAdam,
@@ -63,12 +47,13 @@ def make_optimizer(
     parameters.
 
     Args:
-        name: key in ``OPTIMIZERS``.
+        name: key in ``roomier.plan.choices.OPTIMIZERS``.
         network: model whose parameters the optimizer updates.
         lr: learning rate; None selects the default of the optimizer.
         weight_decay: weight decay for the weights to which it applies; None selects the default of the optimizer.
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...). For ``"adam"`` and
-            ``"adamw"``, ``bias_correction=False`` is also accepted, as in DeepSpeed.
+            ``"adamw"``, ``bias_correction=False`` is also accepted, as in DeepSpeed. For ``"adamw"``, ``cautious=True``
+            is accepted; see :class:`roomier.techniques.optim.adamw.BlockwiseAdamW`.
         weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"`` or
             ``"nearest"``; None selects ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
         blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches for blocks.
@@ -83,7 +68,7 @@ def make_optimizer(
     trained = trained_parameters(network, blocks)
     if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
         weight_rounding = "split"  # the model has bfloat16 weights
-    kind = _class_of(name, weight_rounding)
+    kind = _class_of(name, weight_rounding, options or {})
     if kind is torch.optim.Adafactor and any(is_sharded(parameter) for parameter, _ in trained):
         kind = Adafactor
     if not trained:
@@ -100,7 +85,7 @@ def make_optimizer(
         options["lr"] = lr
     if kind in (Lion, BlockwiseAdamW) and weight_rounding is not None:
         options["weight_rounding"] = weight_rounding
-    elif name in _FUSED and not {"fused", "foreach", "differentiable"} & set(options):
+    elif name in _FUSED and "fused" in arguments and not {"fused", "foreach", "differentiable"} & set(options):
         options["fused"] = all(_has_fused(name, parameter) for parameter, _ in trained)
     if name == "muon" and not any(trait.is_hidden for _, trait in trained):
         problem = "requires a trained matrix in a block (a layer that repeats), but the model has none"
@@ -117,10 +102,11 @@ def keeps_updates(optimizer: Optimizer) -> bool:
     return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
 
 
-def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
-    if name == "adamw" and weight_rounding in ("split", "stochastic"):
+def _class_of(name: str, weight_rounding: str | None, options: Mapping[str, Any]) -> type[Optimizer]:
+    if name == "adamw" and (weight_rounding in ("split", "stochastic") or "cautious" in options):
         return BlockwiseAdamW
-    return OPTIMIZERS[name]
+    kind: type[Optimizer] = OPTIMIZERS[name].load()
+    return kind
 
 
 def _groups(

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.plan import Plan
-from roomier.plan.lever_rules import KEEPS_MASTERS, rounding_in_force
+from roomier.plan.lever_rules import keeps_low_bits, rounding_in_force
 
 _ALL_OF_ONE = ({"lr", "initial_lr", "adamw_lr"}, {"fused", "foreach", "differentiable"})
 _NEED_STATES = ("amsgrad", "centered", "momentum")
@@ -79,7 +79,7 @@ def _check_rounding(stored: Plan, plan: Plan) -> None:
     bits.
     """
     before, now = rounding_in_force(stored), rounding_in_force(plan)
-    if plan.optimizer.name in KEEPS_MASTERS and before != now:
+    if keeps_low_bits(plan.optimizer.name) and before != now:
         kept = f"weight_rounding={before!r}" if before else f"precision={stored.precision.mode!r}"
         action = "Resume with the precision and weight_rounding of the saved run, or start a new fit from the weights"
         raise CheckpointError(
