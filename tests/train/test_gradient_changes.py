@@ -172,6 +172,10 @@ def test_change_that_needs_all_gradients_names_the_alternative() -> None:
         trainer.fit(Language(), [rows()])
 
 
+class Unconfigured(Language):
+    configure_optimizers = roomier.Module.configure_optimizers
+
+
 def one_bit() -> None:
     with pytest.raises(TrainingError, match=r"on_gradient=.*is not supported with onebit_adam"):
         roomier.Trainer(
@@ -183,7 +187,7 @@ def one_bit() -> None:
             callbacks=[GradientCentralization()],
             logger=False,
             enable_checkpointing=False,
-        ).fit(Language(), torch.utils.data.DataLoader(rows(), batch_size=2))
+        ).fit(Unconfigured(), torch.utils.data.DataLoader(rows(), batch_size=2))
 
 
 def test_gradients_of_one_rank_cannot_be_changed(on_ranks: RankPool) -> None:
