@@ -308,8 +308,8 @@ class EagerEngine:
                 self._unscaled.add(id(each))
 
     def change_gradients(self, optimizer: Optimizer | None = None) -> None:
-        if self.hooks.change_gradient is not None:
-            self._updates.change(self._parameters(optimizer), self.hooks.change_gradient)
+        if change := self.hooks.change_gradient:
+            self._updates.change(self._parameters(optimizer), change)
 
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
@@ -367,7 +367,7 @@ class EagerEngine:
         self._freed_gradients = True
 
     def _parameters(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
-        chosen = self.optimizers if optimizer is None else [optimizer]
+        chosen = [optimizer] if optimizer else self.optimizers
         return (p for each in chosen for group in each.param_groups for p in group["params"])
 
     def weights(self) -> dict[str, Any]:
