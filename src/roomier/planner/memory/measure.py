@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def anatomy_of(trainer: TrainerView) -> Anatomy:
-    """Return the memory of a run. See :func:`roomier.planner.memory.anatomy`."""
+    """Return the memory of a run. See :func:`roomier.memory.anatomy`."""
     run = trainer.run or trainer.fitted
     if run is None:
         action = "Call anatomy() in a hook of a callback, or after trainer.fit(model, data)"

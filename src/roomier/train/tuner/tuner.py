@@ -45,7 +45,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """Search for a learning rate. See :func:`roomier.train.tuner.lr_find`. ``val_dataloaders`` is ignored."""
+        """Search for a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` is ignored."""
         _check_method(method, dataloaders)
         return lr_find(
             self._trainer,
@@ -78,7 +78,7 @@ class Tuner:
         max_val: int = 8192,
         memory_budget: int | str | None = None,
     ) -> int | None:
-        """Search for a batch size. See :func:`roomier.train.tuner.scale_batch_size`.
+        """Search for a batch size. See :func:`roomier.tuner.scale_batch_size`.
 
         The search does not change any attribute of the model, so ``batch_arg_name`` is ignored.
         """
