@@ -210,7 +210,7 @@ def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn
     parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
     for part in parts:
         vars(part)["_trainer"] = trainer
-        if not _is_lent(type(part)):
+        if not any("user_class" in vars(cls) for cls in type(part).__mro__):
             part.__class__ = _lent_class(type(part))
     return parts
 
@@ -220,10 +220,6 @@ def _note_place(part: nn.Module) -> None:
     tensor = next((each for each in part.parameters() if each.is_floating_point()), None)
     if tensor is not None:
         vars(part).update(_device=tensor.device, _dtype=tensor.dtype)
-
-
-def _is_lent(kind: type) -> bool:
-    return any("user_class" in vars(cls) for cls in kind.__mro__)
 
 
 _LENT_CLASSES: dict[type, type] = {}

@@ -82,7 +82,7 @@ class PackedCollate:
         lengths = [len(each["input_ids"]) for each in documents]
         if self.length is not None:
             num_missing = self._num_missing(sum(lengths))
-            rows = {key: _filled(row, num_missing, self._filler(key)) for key, row in rows.items()}
+            rows = {key: torch.cat([row, row.new_full((num_missing,), self._filler(key))]) for key, row in rows.items()}
             lengths += [num_missing] if num_missing else []
         batch: dict[str, Any] = {key: row[None] for key, row in rows.items()}
         if self.cumulative_lengths:
@@ -142,10 +142,6 @@ def _row(value: Any) -> Tensor | None:
     if row.dim() != 1:
         return None
     return row.to(torch.int64) if not len(row) or not row.is_floating_point() else row
-
-
-def _filled(row: Tensor, num_missing: int, filler: int) -> Tensor:
-    return torch.cat([row, row.new_full((num_missing,), filler)])
 
 
 def _cumulative(lengths: Sequence[int]) -> dict[str, Any]:

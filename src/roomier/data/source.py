@@ -271,11 +271,6 @@ class Source:
                 "other ranks are dropped. To use all data, provide the same number of batches on each rank"
             )
 
-    @property
-    def _agrees_on_ends(self) -> bool:
-        """True if the loop checks before each batch that all ranks have a batch."""
-        return self._is_training and self.may_end_apart and not self._ranks.is_alone
-
     def end_epoch(self) -> None:
         """Mark the current epoch as ended, even if this rank has batches left."""
         if self._running is not None:
@@ -335,7 +330,8 @@ class Source:
                 raise
             raise DataError(self.name, self.loader, *failure) from error
         running.is_exhausted = True
-        if running.num_batches == 0 and not self._agrees_on_ends:
+        # The loop does not check before each batch that all ranks have a batch.
+        if running.num_batches == 0 and not (self._is_training and self.may_end_apart and not self._ranks.is_alone):
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:

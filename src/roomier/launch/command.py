@@ -67,7 +67,10 @@ def command_again(devices: int = 2) -> Command:
         )
         raise RoomierError("devices", devices, problem, action)
     words = [sys.executable, *sys.orig_argv[1:]]
-    hydra = _hydra_config()
+    # The configuration of Hydra itself if this process runs a function under ``@hydra.main``; otherwise,
+    # None.
+    module = sys.modules.get("hydra.core.hydra_config")
+    hydra = module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
     if hydra is None:
         return Command(words, _start_folder())
     return Command(_with_overrides(words, _same_output_folder(hydra)), hydra.runtime.cwd)
@@ -124,13 +127,6 @@ def _folder_of_module(root: str) -> str | None:
     if root in entries:
         return root
     return entries[0] if len(entries) == 1 else None
-
-
-def _hydra_config() -> Any:
-    """Return the configuration of Hydra itself if this process runs a function under ``@hydra.main``; otherwise,
-    None."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 
 
 def _same_output_folder(hydra: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from roomier.core.errors import PlanError
 
@@ -25,8 +25,4 @@ class NeptuneLogger:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise service_closed()
+        raise service_closed()

@@ -43,7 +43,7 @@ def _keep(part: nn.Module, undo: list[Undo]) -> None:
         undo.append(partial(setattr, part, name, value))
         _keep_contents(value, undo)
     names = [name for name in own if name not in _OF_TORCH]
-    kept = {name: own[name] for name in names if _can_be_kept(own[name])}
+    kept = {name: own[name] for name in names if isinstance(own[name], (Tensor, list, dict, set, deque, *_PLAIN))}
 
     def restore() -> None:
         own.update(kept)
@@ -53,10 +53,6 @@ def _keep(part: nn.Module, undo: list[Undo]) -> None:
     undo.append(restore)
     for value in kept.values():
         _keep_contents(value, undo)
-
-
-def _can_be_kept(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, dict, set, deque, *_PLAIN))
 
 
 def _keep_contents(value: Any, undo: list[Undo]) -> None:

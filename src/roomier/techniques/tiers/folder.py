@@ -46,7 +46,11 @@ def offload_folder(folder: str | Path | None) -> Path:
         raise TierError(FIELD, str(chosen), "is not a folder", other.capitalize())
     if not os.access(chosen, os.W_OK | os.X_OK):
         raise TierError(FIELD, str(chosen), "is not writable", f"Change its permissions, or {other}")
-    _report_kind(chosen)
+    kind = file_system_of(chosen)
+    if kind in _IN_MEMORY:
+        notice(f"{chosen} is in host memory ({kind}), so offloading to this folder does not free host memory")
+    elif kind is not None and (kind in _NETWORK or kind.startswith("fuse.")):
+        notice(f"{chosen} is on a network file system ({kind}), which can be slow; use a folder on a local disk")
     return chosen
 
 
@@ -66,14 +70,6 @@ def default_folder() -> Path:
         action = "Choose a folder on a disk with offload={'folder': ...}"
         raise TierError(FIELD, str(cache), f"cannot be created: {error}", action) from error
     return cache
-
-
-def _report_kind(folder: Path) -> None:
-    kind = file_system_of(folder)
-    if kind in _IN_MEMORY:
-        notice(f"{folder} is in host memory ({kind}), so offloading to this folder does not free host memory")
-    elif kind is not None and (kind in _NETWORK or kind.startswith("fuse.")):
-        notice(f"{folder} is on a network file system ({kind}), which can be slow; use a folder on a local disk")
 
 
 def file_system_of(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | None:

@@ -88,7 +88,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     check_path("weights", weights)
     path = at_home(weights)
     if (path / _RECORD_OF_CHECKPOINT).is_file():
-        if plan.adapter.lora_rank is not None and not _has_adapters(path):
+        if plan.adapter.lora_rank is not None and not any(is_adapter(name) for name in _peek(path).get("module", {})):
             return FirstWeights(file=PlainCheckpoint(path, ranks))
         return FirstWeights(checkpoint=path)
     if is_lightning_file(path):
@@ -123,10 +123,6 @@ def _check_is_no_folder_of_checkpoints(path: Path) -> None:
         raise RoomierError("weights", str(path), problem, f"Pass one of them. The newest is {newest}")
     if (path / RECORD_OF_DCP).is_file():
         _peek(path)  # raises an error that describes a sharded checkpoint
-
-
-def _has_adapters(path: Path) -> bool:
-    return any(is_adapter(name) for name in _peek(path).get("module", {}))
 
 
 def _peek(path: Path) -> dict[str, Any]:

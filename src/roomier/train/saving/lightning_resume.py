@@ -154,7 +154,9 @@ def restore_lightning(run: Run, path: Path) -> None:
     run.engine.load(state)
     run.schedulers.load([{"state": each} for each in file.content["lr_schedulers"]])
     restore_position()
-    _restore_datamodule(run, file.content)
+    datamodule = run.settled.request.datamodule
+    if datamodule is not None and type(datamodule).__qualname__ in file.content:
+        datamodule.load_state_dict(file.content[type(datamodule).__qualname__])
     _restore_callbacks(run, file.content)
     notice(f"resumed from {path}, a checkpoint of Lightning {file.version}, at step {run.progress.global_step}")
 
@@ -256,12 +258,6 @@ def _report_position_within_epoch(run: Run, batch_idx: int) -> None:
             f"the checkpoint was saved after batch {batch_idx}, within a step of {size} batches. It does not contain "
             f"the gradients of {batch_idx % size} batches"
         )
-
-
-def _restore_datamodule(run: Run, content: Mapping[str, Any]) -> None:
-    datamodule = run.settled.request.datamodule
-    if datamodule is not None and type(datamodule).__qualname__ in content:
-        datamodule.load_state_dict(content[type(datamodule).__qualname__])
 
 
 def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:

@@ -91,7 +91,9 @@ def run_trial(
     Raises:
         RoomierError: the model cannot be copied, or the data cannot be iterated twice.
     """
-    _refuse_fitted(trainer, subject.model)
+    if any("_roomier_shards" in vars(each) for each in subject.model.modules()):
+        problem = "was sharded by an earlier fit, so it cannot be copied for a trial"
+        raise RoomierError("model", type(subject.model).__name__, problem, "Tune before the first fit")
     with ExitStack() as stack:
         stack.callback(set_rng_state, rng_state())
         for loader in _read_by(subject):
@@ -112,12 +114,6 @@ def run_trial(
                 fit(run)
         except TrialOverError:
             pass
-
-
-def _refuse_fitted(trainer: Tunable, model: nn.Module) -> None:
-    if any("_roomier_shards" in vars(each) for each in model.modules()):
-        problem = "was sharded by an earlier fit, so it cannot be copied for a trial"
-        raise RoomierError("model", type(model).__name__, problem, "Tune before the first fit")
 
 
 def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
