@@ -268,10 +268,8 @@ _IN_BACKWARD = "with step_in_backward=True, which frees each gradient in backwar
 _PAGED = "with offload={'optimizer_states': 'cpu'}, which stores the states in host memory"
 _SCHEDULE_FREE = "Use optimizer='adamw' with lr_schedule='cosine', or return this optimizer from configure_optimizers"
 _LOW_RANK = "Use lora={'rank': 8}, which trains low-rank weights, or optimizer='adamw8bit'"
-_OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
 _NOT_REGISTERED = "is not an accelerator of this installation of torch"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps', 'xpu', 'npu', 'tpu' or 'cpu'"
-_BF16_MIXED = "Use precision='bf16-mixed'"
 
 
 REFUSED: dict[str, dict[str, Refusal]] = {
@@ -279,50 +277,28 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "ddp_notebook": Refusal("Use strategy='ddp' in a script, because a notebook has one process"),
         "dp": Refusal("Use strategy='ddp'", problem="is not supported, because PyTorch advises against DataParallel"),
         "horovod": Refusal("Use strategy='ddp', and start the ranks with mpirun, torchrun or devices=N"),
-        "xla": Refusal("Use accelerator='tpu' and strategy='ddp'"),
         "xla_fsdp": Refusal("Use accelerator='tpu' and strategy='zero3'"),
-        "xla_debug": Refusal("Use accelerator='tpu' and strategy='ddp'"),
-        "tpu_spawn": Refusal("Use accelerator='tpu' and strategy='ddp'"),
-        "single_tpu": Refusal("Use accelerator='tpu' and strategy='single'"),
-        "single_xla": Refusal("Use accelerator='tpu' and strategy='single'"),
-        "single_hpu": Refusal(_KNOWN_DEVICES),
-        "hpu_parallel": Refusal(_KNOWN_DEVICES),
-        "hpu_single": Refusal(_KNOWN_DEVICES),
-        "ipu_strategy": Refusal(_KNOWN_DEVICES),
-        "bagua": Refusal("Use strategy={'name': 'ddp', 'reduce_dtype': 'bf16'}"),
-        "colossalai": Refusal("Use strategy='zero3', with offload={'optimizer_states': 'cpu', 'parameters': 'cpu'}"),
-        "hivemind": Refusal("Use strategy='ddp'. A checkpoint can be resumed on a different number of ranks"),
-        "model_parallel": Refusal("Use strategy='zero3'"),
-        "tensor_parallel": Refusal("Use strategy='zero3'"),
-        "pipeline_parallel": Refusal("Use strategy='zero3'"),
-        "context_parallel": Refusal("Use strategy='zero3'"),
+        **dict.fromkeys(("xla", "tpu_spawn"), Refusal("Use accelerator='tpu' and strategy='ddp'")),
+        **dict.fromkeys(("single_tpu", "single_xla"), Refusal("Use accelerator='tpu' and strategy='single'")),
+        **dict.fromkeys(
+            ("model_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"),
+            Refusal("Use strategy='zero3'"),
+        ),
     },
-    "parallel.accelerator": {
-        "hpu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
-        "ipu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
-    },
+    "parallel.accelerator": dict.fromkeys(("hpu", "ipu"), Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED)),
     "precision.mode": {
         "16-true": Refusal(
             "Use precision='16-mixed', which keeps float32 weights, or 'bf16-true'",
             problem="cannot train, because float16 weights lose small updates and float16 gradients underflow",
         ),
-        "transformer-engine": Refusal(_BF16_MIXED),
-        "transformer-engine-float16": Refusal(_BF16_MIXED),
-        "fp8-mixed": Refusal(_BF16_MIXED),
+        **dict.fromkeys(
+            ("transformer-engine", "transformer-engine-float16", "fp8-mixed"), Refusal("Use precision='bf16-mixed'")
+        ),
     },
     "optimizer.name": {
-        "adamwfp8": Refusal(_SMALL_STATES),
-        "lamb": Refusal(_OWN_OPTIMIZER),
-        "shampoo": Refusal(_OWN_OPTIMIZER),
-        "soap": Refusal(_OWN_OPTIMIZER),
-        "galore": Refusal(_SMALL_STATES),
-        "adamax": Refusal(_OWN_OPTIMIZER),
-        "adadelta": Refusal(_OWN_OPTIMIZER),
-        "asgd": Refusal(_OWN_OPTIMIZER),
-        "rprop": Refusal(_OWN_OPTIMIZER),
-        "sparseadam": Refusal(_OWN_OPTIMIZER),
-        # names in transformers' TrainingArguments
-        **dict.fromkeys(("ademamix", "grokadamw", "stable_adamw"), Refusal(_OWN_OPTIMIZER)),
+        **dict.fromkeys(("adamwfp8", "galore"), Refusal(_SMALL_STATES)),
+        **dict.fromkeys(("lamb", "shampoo", "soap", "adamax", "adadelta", "asgd", "rprop"), Refusal(_OWN_OPTIMIZER)),
+        **dict.fromkeys(("sparseadam", "ademamix", "grokadamw", "stable_adamw"), Refusal(_OWN_OPTIMIZER)),
         **dict.fromkeys(("ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), Refusal(_OWN_OPTIMIZER)),
         **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), Refusal(_SCHEDULE_FREE)),
         **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"), Refusal(_LOW_RANK)),
@@ -336,8 +312,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         ),
         "paged_adamw_32bit": Refusal(f"Use optimizer='adamw' {_PAGED}"),
         "paged_adamw_8bit": Refusal(f"Use optimizer='adamw8bit' {_PAGED}"),
-        "paged_lion_32bit": Refusal(f"Use optimizer='lion' {_PAGED}"),
-        "paged_lion_8bit": Refusal(f"Use optimizer='lion' {_PAGED}"),
+        **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), Refusal(f"Use optimizer='lion' {_PAGED}")),
         "lion_8bit": Refusal("Use optimizer='lion', or 'adamw8bit', whose states have 8 bits"),
         "rmsprop_bnb": Refusal("Use optimizer='rmsprop'"),
         "rmsprop_bnb_8bit": Refusal("Use optimizer='rmsprop', or 'adamw8bit', whose states have 8 bits"),
@@ -348,15 +323,10 @@ REFUSED: dict[str, dict[str, Refusal]] = {
             problem="computes the loss several times per step, which automatic optimization does not support",
         ),
     },
-    "optimizer.schedule": {
-        "wsd": Refusal(_OWN_SCHEDULE),
-        "step": Refusal(_OWN_SCHEDULE),
-        "exponential": Refusal(_OWN_SCHEDULE),
-        "polynomial": Refusal(_OWN_SCHEDULE),
-        "inverse_sqrt": Refusal(_OWN_SCHEDULE),
-        "one_cycle": Refusal(_OWN_SCHEDULE),
-        "plateau": Refusal(_OWN_SCHEDULE),
-    },
+    "optimizer.schedule": dict.fromkeys(
+        ("wsd", "step", "exponential", "polynomial", "inverse_sqrt", "one_cycle", "plateau"),
+        Refusal("Use lr_schedule='cosine', or return another scheduler from configure_optimizers"),
+    ),
     "attention.kernel": {"flex": Refusal("Use 'auto', or call torch.nn.attention.flex_attention in the model")},
     "adapter.frozen_base": {
         "fp4": Refusal("Use 'nf4', which has a smaller error at the same size"),
