@@ -352,7 +352,7 @@ OF_TRAINER = [
     Spelling({"gpus": 8, "plugins": "ddp_sharded"}, error="strategy='zero2'"),
     Spelling({"tpu_cores": 8}, error="accelerator='tpu', devices=8"),
     Spelling({"ipus": 4}, error="Use accelerator and devices"),
-    Spelling({"num_processes": 4}, error="devices=4"),
+    Spelling({"num_processes": 4}, error="Use accelerator and devices"),
     Spelling({"amp_level": "O2"}, error="precision='16-mixed'"),
     Spelling({"auto_scale_batch_size": "power"}),
     Spelling({"auto_lr_find": True}),
