@@ -79,12 +79,8 @@ class Module(HasHyperParameters, ModuleHooks):
         Returns:
             The loss (0-dim tensor), a mapping with the key ``"loss"``, or None to skip the micro-batch.
         """
-        raise RoomierError(
-            "training_step",
-            type(self).__name__,
-            "the module does not define training_step",
-            "Define training_step(self, batch, batch_idx) and return the loss",
-        )
+        action = "Define training_step(self, batch, batch_idx) and return the loss"
+        raise RoomierError("training_step", type(self).__name__, "the module does not define training_step", action)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch and log metrics.
@@ -204,12 +200,8 @@ class Module(HasHyperParameters, ModuleHooks):
         """
         trainer: TrainerView | None = self.__dict__.get("_trainer")
         if trainer is None:
-            raise RoomierError(
-                "trainer",
-                None,
-                f"{type(self).__name__} is not attached to a Trainer",
-                "Call Trainer.fit first",
-            )
+            problem = f"{type(self).__name__} is not attached to a Trainer"
+            raise RoomierError("trainer", None, problem, "Call Trainer.fit first")
         return trainer
 
     @property
@@ -360,12 +352,9 @@ class Module(HasHyperParameters, ModuleHooks):
             RoomierError: ``automatic_optimization`` is True.
         """
         if self.automatic_optimization:
-            raise RoomierError(
-                "manual_backward",
-                type(self).__name__,
-                "is not supported with automatic optimization, which calls backward after training_step",
-                "Set self.automatic_optimization = False in __init__, or return the loss and remove this call",
-            )
+            problem = "is not supported with automatic optimization, which calls backward after training_step"
+            action = "Set self.automatic_optimization = False in __init__, or return the loss and remove this call"
+            raise RoomierError("manual_backward", type(self).__name__, problem, action)
         self.trainer.engine.backward(loss, *args, **kwargs)
 
     def clip_gradients(

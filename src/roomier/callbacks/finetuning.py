@@ -361,10 +361,7 @@ class BackboneFinetuning(BaseFinetuning):
     def _backbone(pl_module: Module) -> nn.Module:
         backbone = getattr(pl_module, "backbone", None)
         if not isinstance(backbone, nn.Module):
-            raise RoomierError(
-                "BackboneFinetuning",
-                type(pl_module).__name__,
-                "must have an attribute 'backbone' that is a module",
-                "Name the pretrained part self.backbone, or subclass BaseFinetuning",
-            )
+            problem = "must have an attribute 'backbone' that is a module"
+            action = "Name the pretrained part self.backbone, or subclass BaseFinetuning"
+            raise RoomierError("BackboneFinetuning", type(pl_module).__name__, problem, action)
         return backbone

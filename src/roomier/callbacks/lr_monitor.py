@@ -168,10 +168,6 @@ def _group_suffixes(name: str, optimizer: Optimizer) -> list[str]:
     suffixes = [f"/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
     doubles = [suffix for suffix, count in Counter(suffixes).items() if count > 1]
     if doubles:
-        raise RoomierError(
-            "configure_optimizers",
-            doubles[0][1:],
-            f"is the name of two parameter groups of {name}",
-            "Give each group a different 'name'",
-        )
+        problem = f"is the name of two parameter groups of {name}"
+        raise RoomierError("configure_optimizers", doubles[0][1:], problem, "Give each group a different 'name'")
     return suffixes

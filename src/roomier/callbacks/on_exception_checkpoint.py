@@ -97,12 +97,9 @@ def check_saves_weights(field: str, trainer: TrainerView) -> None:
     """
     strategy = trainer.plan.parallel.strategy
     if strategy not in _WHOLE_ON_EACH_RANK:
-        raise RoomierError(
-            field,
-            strategy,
-            "is not supported, because the parameters are sharded and no rank can save the shard of a failed rank",
-            "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly",
-        )
+        problem = "is not supported, because the parameters are sharded and no rank can save the shard of a failed rank"
+        action = "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly"
+        raise RoomierError(field, strategy, problem, action)
 
 
 def save_weights_after(

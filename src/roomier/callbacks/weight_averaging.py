@@ -198,12 +198,10 @@ class WeightAveraging(HoldsAverage):
                 notice(f"the checkpoint was saved without {type(self).__name__}, so the average starts here")
             return
         if stored is None:
-            raise RoomierError(
-                "callbacks",
-                type(self).__name__,
-                f"is not in the checkpoint under the name {self.state_key!r}, but the checkpoint has averaged weights",
-                "Resume with the callback of the saved run",
+            problem = (
+                f"is not in the checkpoint under the name {self.state_key!r}, but the checkpoint has averaged weights"
             )
+            raise RoomierError("callbacks", type(self).__name__, problem, "Resume with the callback of the saved run")
         average = self._held(trainer, set(stored["names"]))
         average.take({**trainer.engine.weights(), **checkpoint.get(WIDE, {})})
         average.num_averaged = stored["num_averaged"]

@@ -183,12 +183,8 @@ def remove(path: str | Path) -> None:
         os.rename(target, doomed)
         sync_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(
-            "path",
-            str(target),
-            f"cannot be removed: {error.strerror}",
-            "Check the owner of this folder and of its parent folder",
-        ) from error
+        action = "Check the owner of this folder and of its parent folder"
+        raise CheckpointError("path", str(target), f"cannot be removed: {error.strerror}", action) from error
     _delete(doomed)
     if doomed.exists():
         notice(f"could not delete all files of a removed checkpoint; the rest uses disk space in {doomed}")

@@ -182,12 +182,9 @@ def _constructed(
     try:
         return cls(**arguments)
     except TypeError as error:
-        raise CheckpointError(
-            "checkpoint_path",
-            str(path),
-            f"{cls.__name__} cannot be constructed from the stored hyperparameters {sorted(arguments)} ({error})",
-            "Pass the missing arguments to load_from_checkpoint and call save_hyperparameters in __init__",
-        ) from error
+        problem = f"{cls.__name__} cannot be constructed from the stored hyperparameters {sorted(arguments)} ({error})"
+        action = "Pass the missing arguments to load_from_checkpoint and call save_hyperparameters in __init__"
+        raise CheckpointError("checkpoint_path", str(path), problem, action) from error
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
@@ -248,9 +245,6 @@ def _load_weights(module: nn.Module, found: Mapping[str, Any], path: str | Path,
     try:
         module.load_state_dict(found, strict=strict)
     except RuntimeError as error:
-        raise CheckpointError(
-            "checkpoint_path",
-            str(path),
-            f"has weights that do not match {type(module).__name__} ({' '.join(str(error).split())})",
-            "Create the module with the arguments of the saved run",
-        ) from error
+        problem = f"has weights that do not match {type(module).__name__} ({' '.join(str(error).split())})"
+        action = "Create the module with the arguments of the saved run"
+        raise CheckpointError("checkpoint_path", str(path), problem, action) from error

@@ -156,12 +156,8 @@ def read_record(folder: Path) -> Record:
         raise damage(folder, f"{RECORD_NAME} cannot be read: {error.strerror}") from error
     if len(data) < _HEAD_BYTES or not data.startswith(_MARK):
         if _is_foreign_json(data):
-            raise NotACheckpointError(
-                "checkpoint",
-                str(folder),
-                f"has a {RECORD_NAME} of another program",
-                "Pass the path of a checkpoint folder",
-            )
+            problem = f"has a {RECORD_NAME} of another program"
+            raise NotACheckpointError("checkpoint", str(folder), problem, "Pass the path of a checkpoint folder")
         raise damage(folder, f"{RECORD_NAME} is truncated or overwritten")
     content = data[_HEAD_BYTES : -len(_TAIL)]
     if data != (_HEAD % zlib.crc32(content)) + content + _TAIL:
@@ -228,12 +224,8 @@ def _without_record(folder: Path) -> CheckpointError:
             "is a sharded torch.distributed.checkpoint folder, such as Lightning saves with FSDP",
             f"Run `{program} {folder}` in the environment that saved the checkpoint, and pass {folder}.consolidated",
         )
-    return NotACheckpointError(
-        "checkpoint",
-        str(folder),
-        f"is not a checkpoint: it has no {RECORD_NAME}",
-        "Pass the path of a checkpoint folder",
-    )
+    problem = f"is not a checkpoint: it has no {RECORD_NAME}"
+    return NotACheckpointError("checkpoint", str(folder), problem, "Pass the path of a checkpoint folder")
 
 
 def has_lost_record(folder: Path) -> bool:

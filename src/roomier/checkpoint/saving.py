@@ -91,12 +91,9 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
     sums, num_bytes = zip(*together(ranks, take_apart), strict=True)
     if len(set(sums)) > 1:
         others = [rank for rank, each in enumerate(sums) if each != sums[0]]
-        raise CheckpointError(
-            "state",
-            sorted(map(str, state)),
-            f"the sharded tensors have different names or shapes on rank {others[0]} than on rank 0",
-            "Pass the state of the same model and optimizers on every rank",
-        )
+        problem = f"the sharded tensors have different names or shapes on rank {others[0]} than on rank 0"
+        action = "Pass the state of the same model and optimizers on every rank"
+        raise CheckpointError("state", sorted(map(str, state)), problem, action)
     return replace(prepared[0], num_bytes=sum(num_bytes))
 
 
@@ -158,12 +155,8 @@ def _record(prepared: Prepared, files: list[StoredFile]) -> Record:
 
 def _check_shared(folder: Path, target: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(
-            "path",
-            str(target),
-            "is not on a shared file system. The folder that rank 0 created does not exist for this rank",
-            "Choose a folder on shared storage",
-        )
+        problem = "is not on a shared file system. The folder that rank 0 created does not exist for this rank"
+        raise CheckpointError("path", str(target), problem, "Choose a folder on shared storage")
 
 
 def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) -> None:
@@ -173,9 +166,6 @@ def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) 
     for name, num_all in prepared.num_cut_elements.items():
         if written[name] == num_all:
             continue
-        raise CheckpointError(
-            "state",
-            f"{written[name]} of {num_all} elements of {name}",
-            "the ranks that save have only some shards of the sharded tensors",
-            "Call save on every rank of the process group",
-        )
+        problem = "the ranks that save have only some shards of the sharded tensors"
+        action = "Call save on every rank of the process group"
+        raise CheckpointError("state", f"{written[name]} of {num_all} elements of {name}", problem, action)

@@ -118,12 +118,8 @@ def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
     except CheckpointError:
         raise
     except (RecursionError, ValueError):
-        raise CheckpointError(
-            "state",
-            type(state),
-            f"is nested more than {MAX_DEPTH} levels deep, or contains itself",
-            "Pass a less deeply nested state",
-        ) from None
+        problem = f"is nested more than {MAX_DEPTH} levels deep, or contains itself"
+        raise CheckpointError("state", type(state), problem, "Pass a less deeply nested state") from None
     return splitter.tensors, tree
 
 

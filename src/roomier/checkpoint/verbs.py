@@ -220,12 +220,8 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
                 *_some("different", different),
             ]
         )
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            problem,
-            "Pass a checkpoint of this model, or create the model that was saved",
-        )
+        action = "Pass a checkpoint of this model, or create the model that was saved"
+        raise CheckpointError("checkpoint", str(folder), problem, action)
     return wanted
 
 

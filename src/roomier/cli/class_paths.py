@@ -86,10 +86,6 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
                 raise  # the module exists, but one of its imports does not exist
             if module is not None:
                 return module, parts[count - 1 :]
-            raise RoomierError(
-                field,
-                path,
-                f"the module {name!r} does not exist",
-                "Run roomier in the folder of the module, or install its package. The form is package.module.Class",
-            ) from None
+            action = "Run roomier in the folder of the module, or install its package. The form is package.module.Class"
+            raise RoomierError(field, path, f"the module {name!r} does not exist", action) from None
     raise RoomierError(field, path, "is a module", "Pass a class in this module, as package.module.Class")

@@ -224,10 +224,6 @@ def _bytes(field: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if num_bytes <= 0:
-        raise RoomierError(
-            field,
-            text,
-            "must be a size",
-            "Use a size such as 5GB (5 * 10**9 bytes) or 500MiB (500 * 2**20 bytes), or a number of bytes",
-        )
+        action = "Use a size such as 5GB (5 * 10**9 bytes) or 500MiB (500 * 2**20 bytes), or a number of bytes"
+        raise RoomierError(field, text, "must be a size", action)
     return num_bytes

@@ -362,12 +362,8 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if not hasattr(group, "reduce_scatter_unused_params"):
-            raise PlanError(
-                "parallel.find_unused_parameters",
-                True,
-                f"is not supported by torch {torch.__version__} with sharded parameters",
-                "Install torch 2.13",
-            )
+            problem = f"is not supported by torch {torch.__version__} with sharded parameters"
+            raise PlanError("parallel.find_unused_parameters", True, problem, "Install torch 2.13")
         group.reduce_scatter_unused_params = True
 
 

@@ -357,12 +357,9 @@ class ReplayedFeed(BatchFeed):
             raise self._is_exhausted(epoch)
 
     def _is_exhausted(self, epoch: int) -> DataError:
-        return DataError(
-            self.name,
-            self._loader,
-            f"can be iterated only once, but epoch {epoch % PASS} iterates it again",
-            "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
-        )
+        problem = f"can be iterated only once, but epoch {epoch % PASS} iterates it again"
+        action = "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch"
+        return DataError(self.name, self._loader, problem, action)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         position = self._of_this_rank(position)
@@ -516,9 +513,5 @@ def length_of(loader: object) -> int | float:
 
 
 def _too_short(name: str, loader: object, num_batches: int, num_done: int) -> DataError:
-    return DataError(
-        name,
-        loader,
-        f"has only {num_batches} batches, but the checkpoint was saved after batch {num_done}",
-        "Resume with the data of the saved run",
-    )
+    problem = f"has only {num_batches} batches, but the checkpoint was saved after batch {num_done}"
+    return DataError(name, loader, problem, "Resume with the data of the saved run")

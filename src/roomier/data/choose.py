@@ -147,12 +147,10 @@ def _is_in(one: object, several: Sequence[object]) -> bool:
 
 def no_batch(name: str, loader: Any) -> DataError:
     """Return the error for a loader without batches."""
-    return DataError(
-        name,
-        loader,
-        "yields no batches",
-        "Pass a loader with at least one batch. With drop_last=True, the dataset must have at least batch_size samples",
+    action = (
+        "Pass a loader with at least one batch. With drop_last=True, the dataset must have at least batch_size samples"
     )
+    return DataError(name, loader, "yields no batches", action)
 
 
 def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
@@ -214,12 +212,8 @@ def check_is_one_loader(loader: Any, name: str) -> None:
         DataError: ``loader`` is a collection of loaders, or does not yield batches.
     """
     if is_loader_collection(loader):
-        raise DataError(
-            name,
-            loader,
-            f"must be a single loader, but contains {len(loader)} loaders",
-            "Pass one loader, or combine them with CombinedLoader(loaders, mode)",
-        )
+        problem = f"must be a single loader, but contains {len(loader)} loaders"
+        raise DataError(name, loader, problem, "Pass one loader, or combine them with CombinedLoader(loaders, mode)")
     check_gives_batches(loader, name)
 
 

@@ -75,14 +75,12 @@ class FirstBatch:
             )
         if share.divided_by is None and differs:
             other = next(rank for rank, each in enumerate(sums) if each != sums[0])
-            raise DataError(
-                self.name,
-                self.loader,
+            problem = (
                 f"has different first batches on ranks 0 and {other}, but each rank takes one of every {size} "
                 "batches of one order, so samples would be lost. Either the loader already shards itself across ranks, "
-                "or its order is not seeded equally on all ranks",
-                _action(self.loader),
+                "or its order is not seeded equally on all ranks"
             )
+            raise DataError(self.name, self.loader, problem, _action(self.loader))
 
 
 def _action(loader: Any) -> str:

@@ -259,12 +259,8 @@ class OrderedFeed(Feed):
     def check(self, position: dict[str, Any]) -> None:
         action = "Resume with the data of the saved run, or start a new run from its weights"
         if position["dataset_size"] != self._sampler.num_samples:
-            raise DataError(
-                self.name,
-                self._loader.dataset,
-                f"has {self._sampler.num_samples} samples, but the epoch to resume has {position['dataset_size']}",
-                action,
-            )
+            problem = f"has {self._sampler.num_samples} samples, but the epoch to resume has {position['dataset_size']}"
+            raise DataError(self.name, self._loader.dataset, problem, action)
         if position["shuffle"] != self._sampler.shuffle:
             before, now = ("shuffled", "in order") if position["shuffle"] else ("in order", "shuffled")
             raise DataError(

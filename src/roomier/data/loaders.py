@@ -147,9 +147,5 @@ def check_gives_batches(obj: object, name: str) -> None:
         return
     if isinstance(obj, type):
         raise DataError(name, obj, "is a class", f"Pass an instance of it: {obj.__name__}(...)")
-    raise DataError(
-        name,
-        obj,
-        f"is a {type(obj).__name__}, which yields no batches",
-        "Pass a DataLoader, a list of batches, or an object whose __iter__ yields batches",
-    )
+    action = "Pass a DataLoader, a list of batches, or an object whose __iter__ yields batches"
+    raise DataError(name, obj, f"is a {type(obj).__name__}, which yields no batches", action)

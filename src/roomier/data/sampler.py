@@ -136,12 +136,8 @@ class OrderedSampler(Sampler[int]):
             DataError: ``num_samples_done`` is out of range.
         """
         if not 0 <= num_samples_done <= self.num_samples:
-            raise DataError(
-                "num_samples_done",
-                num_samples_done,
-                f"must be between 0 and {self.num_samples}, the number of samples in an epoch",
-                "Pass a position within this dataset",
-            )
+            problem = f"must be between 0 and {self.num_samples}, the number of samples in an epoch"
+            raise DataError("num_samples_done", num_samples_done, problem, "Pass a position within this dataset")
         self._epoch = epoch
         self._num_samples_done = num_samples_done
         if of_order is None:
@@ -229,12 +225,8 @@ class WalkedSampler(Sampler[Any]):
         iterator = self._drawn()
         num_walked = sum(1 for _ in islice(iterator, self._num_skipped))
         if num_walked < self._num_skipped:
-            raise DataError(
-                "sampler",
-                self.inner,
-                f"ended after {num_walked} batches, but the run must resume after batch {self._num_skipped}",
-                "Resume with the data and the sampler of the saved run",
-            )
+            problem = f"ended after {num_walked} batches, but the run must resume after batch {self._num_skipped}"
+            raise DataError("sampler", self.inner, problem, "Resume with the data and the sampler of the saved run")
         return iterator
 
     def _drawn(self) -> Iterator[Any]:

@@ -396,12 +396,9 @@ class Source:
             DataError: the position belongs to a different kind of loader, or to different data.
         """
         if state["kind"] != self._feed.kind:
-            raise DataError(
-                self.name,
-                self.loader,
-                f"is a loader of kind {self._feed.kind!r}, but the position was saved for kind {state['kind']!r}",
-                "Pass the same kind of loader as in the saved run, or start a new run from its weights",
-            )
+            problem = f"is a loader of kind {self._feed.kind!r}, but the position was saved for kind {state['kind']!r}"
+            action = "Pass the same kind of loader as in the saved run, or start a new run from its weights"
+            raise DataError(self.name, self.loader, problem, action)
         if 0 <= state["epoch"] == epoch and not state["is_exhausted"]:
             self._feed.check(state)
 
@@ -448,12 +445,10 @@ def _evaluated(loader: Any, name: str, world: World, pin_memory: bool, shuffle_a
         divide = {share_of(each, world).divided_by is not None for each in whole.flattened}
         if len(divide) == 2:
             problem = "combines loaders that shard themselves across ranks with loaders that do not"
-            raise DataError(
-                name,
-                loader,
-                problem,
-                "Set shards_by_rank = False on the loaders that shard themselves, so that roomier shards all loaders",
+            action = (
+                "Set shards_by_rank = False on the loaders that shard themselves, so that roomier shards all loaders"
             )
+            raise DataError(name, loader, problem, action)
         return JointBatches(whole, shards_by_rank=True in divide or None)
     check_is_one_loader(loader, name)
     single: Any = without_padding(loader, name, world)

@@ -97,12 +97,8 @@ def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
     if end_of_document is None:
         return
     if not isinstance(end_of_document, (int, np.integer)) or not 0 <= end_of_document < vocab_size:
-        raise DataError(
-            "end_of_document",
-            end_of_document,
-            f"must be an id of the vocabulary, which has {vocab_size} ids",
-            f"Pass an id in [0, {vocab_size}) or None",
-        )
+        problem = f"must be an id of the vocabulary, which has {vocab_size} ids"
+        raise DataError("end_of_document", end_of_document, problem, f"Pass an id in [0, {vocab_size}) or None")
 
 
 def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
@@ -119,12 +115,9 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if wrong.size:
         place = int(wrong[0])
-        raise DataError(
-            f"{field}[{place}]",
-            int(tokens[place]),
-            f"must be an id of the vocabulary, which has {vocab_size} ids",
-            "Pass the vocab_size of the tokenizer that created the documents, including added tokens",
-        )
+        problem = f"must be an id of the vocabulary, which has {vocab_size} ids"
+        action = "Pass the vocab_size of the tokenizer that created the documents, including added tokens"
+        raise DataError(f"{field}[{place}]", int(tokens[place]), problem, action)
     return tokens
 
 
@@ -191,12 +184,8 @@ def _read_header(path: Path) -> _Header:
         raise DataError("path", str(path), problem, _REWRITE)
     expected = _HEADER_BYTES + num_tokens * token_bytes
     if num_bytes != expected:
-        raise DataError(
-            "path",
-            str(path),
-            f"has {num_bytes} bytes, but its header specifies {expected}, so the file was truncated or extended",
-            _REWRITE,
-        )
+        problem = f"has {num_bytes} bytes, but its header specifies {expected}, so the file was truncated or extended"
+        raise DataError("path", str(path), problem, _REWRITE)
     return _Header(token_bytes, num_tokens, vocab_size, None if end < 0 else end)
 
 
@@ -253,12 +242,9 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         self._header = _read_header(self.path)
         self._num_read = self.block_size + (labels == "shifted")  # tokens per item
         if self._num_read > self.num_tokens:
-            raise DataError(
-                "block_size",
-                block_size,
-                f"requires {self._num_read} tokens, but {self.path} has only {self.num_tokens}",
-                f"Use at most {max(self.num_tokens - (self._num_read - self.block_size), 0)} or a longer file",
-            )
+            problem = f"requires {self._num_read} tokens, but {self.path} has only {self.num_tokens}"
+            action = f"Use at most {max(self.num_tokens - (self._num_read - self.block_size), 0)} or a longer file"
+            raise DataError("block_size", block_size, problem, action)
         self._tokens: NDArray[Any] | None = None
 
     @property

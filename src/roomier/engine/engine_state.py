@@ -35,12 +35,9 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: 
         CheckpointError: ``saved`` was not saved by the same optimizers.
     """
     if len(saved) != len(optimizers):
-        raise CheckpointError(
-            "optimizer",
-            [type(optimizer).__name__ for optimizer in optimizers],
-            f"the checkpoint has {len(saved)} optimizers, but this run has {len(optimizers)}",
-            "Configure the same optimizers as in the saved run",
-        )
+        problem = f"the checkpoint has {len(saved)} optimizers, but this run has {len(optimizers)}"
+        action = "Configure the same optimizers as in the saved run"
+        raise CheckpointError("optimizer", [type(optimizer).__name__ for optimizer in optimizers], problem, action)
     names = parameter_names(module)
     for index, (optimizer, state) in enumerate(zip(optimizers, saved, strict=True)):
         check_optimizer(optimizer, state, names)

@@ -26,19 +26,12 @@ def loss_of(output: Any) -> Tensor | None:
         output = _loss_in(output)
     loss: Tensor = output
     if loss.numel() != 1:
-        raise TrainingError(
-            "training_step",
-            tuple(loss.shape),
-            "the loss must be a scalar",
-            "Reduce the loss, for example with loss.mean()",
-        )
+        action = "Reduce the loss, for example with loss.mean()"
+        raise TrainingError("training_step", tuple(loss.shape), "the loss must be a scalar", action)
     if not loss.requires_grad:
-        raise TrainingError(
-            "training_step",
-            loss,
-            "the loss must depend on a parameter that requires a gradient",
-            "Do not detach the loss, and unfreeze at least one parameter",
-        )
+        problem = "the loss must depend on a parameter that requires a gradient"
+        action = "Do not detach the loss, and unfreeze at least one parameter"
+        raise TrainingError("training_step", loss, problem, action)
     return loss
 
 
@@ -74,20 +67,12 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     """
     counts = [_on_host(count_terms(batch)) for batch in batches]
     if not all(isinstance(count, (int, float, Tensor)) for count in counts):
-        raise TrainingError(
-            "num_loss_terms",
-            counts,
-            "must return a number for each micro-batch",
-            "Return an integer or a 0-dim tensor for each batch",
-        )
+        problem = "must return a number for each micro-batch"
+        raise TrainingError("num_loss_terms", counts, problem, "Return an integer or a 0-dim tensor for each batch")
     total = _over_ranks(sum(counts), ranks)
     if not isinstance(total, Tensor) and total <= 0:
-        raise TrainingError(
-            "num_loss_terms",
-            counts,
-            "no micro-batch of this step has a loss term to average over",
-            "Check whether all targets are ignored",
-        )
+        problem = "no micro-batch of this step has a loss term to average over"
+        raise TrainingError("num_loss_terms", counts, problem, "Check whether all targets are ignored")
     return tuple(count / total for count in counts)
 
 

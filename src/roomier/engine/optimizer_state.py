@@ -78,12 +78,8 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappi
     then = [list(group["params"]) for group in saved["param_groups"]]
     if now != then:
         differing = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
-        raise CheckpointError(
-            "optimizer",
-            type(optimizer).__name__,
-            f"its parameter groups differ from the checkpoint in {differing[:5] or 'their order'}",
-            action,
-        )
+        problem = f"its parameter groups differ from the checkpoint in {differing[:5] or 'their order'}"
+        raise CheckpointError("optimizer", type(optimizer).__name__, problem, action)
 
 
 def state_places(

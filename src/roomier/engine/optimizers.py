@@ -63,12 +63,10 @@ def configure(
             )
         return configured
     if configured.optimizers:
-        raise PlanError(
-            "optimizer",
-            wanted.name,
-            f"{type(module).__name__}.configure_optimizers returns {type(configured.optimizers[0]).__name__} as well",
-            "Remove one of the two",
+        problem = (
+            f"{type(module).__name__}.configure_optimizers returns {type(configured.optimizers[0]).__name__} as well"
         )
+        raise PlanError("optimizer", wanted.name, problem, "Remove one of the two")
     return configure_by_name(plan, network_of(module), num_steps, blocks)
 
 

@@ -76,12 +76,8 @@ class PreparedEngine(EagerEngine):
             return
         groups = [group for each in optimizers for group in each.param_groups]
         if all(parameter.grad is None for group in groups for parameter in group["params"]):
-            raise TrainingError(
-                "step",
-                None,
-                "there are no gradients, because no backward pass has run yet",
-                "Call engine.forward_backward(training_step, batches) before engine.step()",
-            )
+            action = "Call engine.forward_backward(training_step, batches) before engine.step()"
+            raise TrainingError("step", None, "there are no gradients, because no backward pass has run yet", action)
 
 
 def planner_errors(plan: Plan) -> list[PlanError]:

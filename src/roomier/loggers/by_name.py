@@ -70,12 +70,8 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
         loggers += added
     for kind in (JSONLLogger, CSVLogger):
         if sum(isinstance(logger, kind) and logger.is_in_run_folder for logger in loggers) > 1:
-            raise PlanError(
-                "logger",
-                [logger.name for logger in loggers],
-                f"two of these loggers would write {kind.file_name}",
-                f"Use {kind.name!r} only once",
-            )
+            problem = f"two of these loggers would write {kind.file_name}"
+            raise PlanError("logger", [logger.name for logger in loggers], problem, f"Use {kind.name!r} only once")
     return loggers
 
 
@@ -92,9 +88,5 @@ def _one(item: object) -> Any:
 
 
 def _not_a_logger(item: object) -> PlanError:
-    return PlanError(
-        "logger",
-        item,
-        "must be a name or a logger",
-        "Pass True, False, a name, a logger, or a list of names and loggers",
-    )
+    problem = "must be a name or a logger"
+    return PlanError("logger", item, problem, "Pass True, False, a name, a logger, or a list of names and loggers")

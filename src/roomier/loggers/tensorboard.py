@@ -62,12 +62,8 @@ class TensorBoardLogger(GuardedLogger):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise RoomierError(
-                "logger",
-                "tensorboard",
-                f"requires a package that is not installed ({error})",
-                "Run: pip install 'roomier[tensorboard]'",
-            ) from error
+            problem = f"requires a package that is not installed ({error})"
+            raise RoomierError("logger", "tensorboard", problem, "Run: pip install 'roomier[tensorboard]'") from error
         if log_graph:
             action = "Before fit, call logger.log_graph(model, batch), which runs the model on the batch"
             raise RoomierError(

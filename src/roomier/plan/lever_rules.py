@@ -106,12 +106,8 @@ def rounding_is_of_bf16_weights(plan: PlanParts) -> Iterator[PlanError]:
     if optimizer.name is None:
         if rounding is not None:
             problem = "has no effect on an optimizer that the module creates"
-            yield PlanError(
-                "optimizer.weight_rounding",
-                rounding,
-                problem,
-                f"Set optimizer.name to one of {', '.join(name for name in OPTIMIZERS if keeps_low_bits(name))}",
-            )
+            action = f"Set optimizer.name to one of {', '.join(name for name in OPTIMIZERS if keeps_low_bits(name))}"
+            yield PlanError("optimizer.weight_rounding", rounding, problem, action)
     elif not keeps_low_bits(optimizer.name) and rounding != "nearest":
         problem = f"loses small updates of bfloat16 weights with optimizer {optimizer.name!r}"
         action = (

@@ -87,12 +87,9 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
     if has_trained or not is_time_to_judge:
         return
     if run.module.automatic_optimization:
-        raise TrainingError(
-            "training_step",
-            None,
-            f"returned no loss for any of the first {num_batches} batches, so no parameter was trained",
-            "Return the loss at the end of training_step. None skips a batch",
-        )
+        problem = f"returned no loss for any of the first {num_batches} batches, so no parameter was trained"
+        action = "Return the loss at the end of training_step. None skips a batch"
+        raise TrainingError("training_step", None, problem, action)
     if math.isinf(run.settled.epoch_limit) and run.options.max_time is None:
         raise TrainingError(
             "training_step",

@@ -59,9 +59,5 @@ class GlobalBatch:
 
 def _indivisible(num_ranks: int, size: int, unit: str) -> RoomierError:
     working = [number for number in range(1, 2 * num_ranks + 1) if size % number == 0]
-    return RoomierError(
-        "devices",
-        num_ranks,
-        f"must be a divisor of {size}, the number of {unit} in a step",
-        f"Restart with one of these numbers of ranks: {', '.join(map(str, working))}",
-    )
+    action = f"Restart with one of these numbers of ranks: {', '.join(map(str, working))}"
+    return RoomierError("devices", num_ranks, f"must be a divisor of {size}, the number of {unit} in a step", action)

@@ -99,12 +99,8 @@ class LoopOptions:
                 "val_check_interval", 0, "must be positive", "Use limit_val_batches=0 to disable validation"
             )
         if self.check_val_every_n_epoch is None and not _is_count(self.val_check_interval):
-            raise RoomierError(
-                "val_check_interval",
-                self.val_check_interval,
-                "must be an integer if check_val_every_n_epoch=None, because it counts batches across epochs",
-                "Set it to a number of batches",
-            )
+            problem = "must be an integer if check_val_every_n_epoch=None, because it counts batches across epochs"
+            raise RoomierError("val_check_interval", self.val_check_interval, problem, "Set it to a number of batches")
         if not isinstance(self.fast_dev_run, (bool, int)) or self.fast_dev_run < 0:
             raise RoomierError(
                 "fast_dev_run", self.fast_dev_run, "must be a bool or a number of batches", "Use True or a number"
@@ -205,12 +201,9 @@ class LoopOptions:
             return num_train_batches
         if isinstance(interval, int):
             if interval > num_train_batches and self.check_val_every_n_epoch is not None:
-                raise RoomierError(
-                    "val_check_interval",
-                    interval,
-                    f"must be at most the number of training batches per epoch ({num_train_batches:.0f})",
-                    "Use a smaller number, or check_val_every_n_epoch=None to count across epochs",
-                )
+                problem = f"must be at most the number of training batches per epoch ({num_train_batches:.0f})"
+                action = "Use a smaller number, or check_val_every_n_epoch=None to count across epochs"
+                raise RoomierError("val_check_interval", interval, problem, action)
             return interval
         return self._fraction("val_check_interval", interval, num_train_batches)
 
@@ -225,12 +218,8 @@ class LoopOptions:
         count = int(num_batches * fraction)
         if count == 0:
             batches = "1 batch" if num_batches == 1 else f"{num_batches:.0f} batches"
-            raise RoomierError(
-                field,
-                fraction,
-                f"is less than one batch, because the loader has only {batches}",
-                f"Use at least {1 / num_batches:.3g}, or a number of batches",
-            )
+            problem = f"is less than one batch, because the loader has only {batches}"
+            raise RoomierError(field, fraction, problem, f"Use at least {1 / num_batches:.3g}, or a number of batches")
         return count
 
 
@@ -267,9 +256,5 @@ def _check_limit(field: str, value: object) -> None:
         return
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not is_fraction and not (_is_count(value) and value >= 0):  # type: ignore[operator]
-        raise RoomierError(
-            field,
-            value,
-            "must be a number of batches or a fraction",
-            "Use an integer of 0 or more, or a float in [0.0, 1.0]",
-        )
+        problem = "must be a number of batches or a fraction"
+        raise RoomierError(field, value, problem, "Use an integer of 0 or more, or a float in [0.0, 1.0]")

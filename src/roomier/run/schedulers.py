@@ -102,12 +102,8 @@ class Schedulers:
         """
         now, then = [type(config.scheduler).__name__ for config in self.configs], [each["type"] for each in states]
         if now != then:
-            raise CheckpointError(
-                "lr_scheduler",
-                now,
-                f"the checkpoint contains the states of {then}",
-                "Configure the schedulers as in the saved run, or load only the weights",
-            )
+            action = "Configure the schedulers as in the saved run, or load only the weights"
+            raise CheckpointError("lr_scheduler", now, f"the checkpoint contains the states of {then}", action)
         groups = [group for each in optimizers for group in each["param_groups"]]
         for index, (config, saved) in enumerate(zip(self.configs, states, strict=True)):
             check_scheduler(config.scheduler, saved["state"], groups, f"schedulers[{index}].state")

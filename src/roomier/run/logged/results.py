@@ -216,12 +216,9 @@ class Results:
     def _log_metric(self, entry: Entry, value: Any) -> None:
         torchmetrics = sys.modules.get("torchmetrics")  # already imported if the value is a torchmetrics object
         if torchmetrics is None or not isinstance(value, torchmetrics.Metric):
-            raise RoomierError(
-                "log",
-                (entry.name, type(value).__name__),
-                "the value must be a number or a torchmetrics metric",
-                "Log a float or a 0-dim tensor. Log several numbers with self.log_dict",
-            )
+            problem = "the value must be a number or a torchmetrics metric"
+            action = "Log a float or a 0-dim tensor. Log several numbers with self.log_dict"
+            raise RoomierError("log", (entry.name, type(value).__name__), problem, action)
         entry.metric = value
         if entry.on_step and not self.is_muted:
             last = torch_private.last_forward_value(value)

@@ -57,20 +57,13 @@ def _check_exists(kernel: str, device: torch.device, compute_dtype: torch.dtype 
     available = _OF_DEVICE.get(device.type, tuple(_BACKENDS))
     if kernel not in available:
         instead = " or ".join(repr(each) for each in reversed(available))
-        raise RoomierError(
-            "attention",
-            kernel,
-            f"is not available on {device.type}",
-            f"Use 'auto', which selects the fastest kernel, or {instead}",
-        )
+        problem = f"is not available on {device.type}"
+        raise RoomierError("attention", kernel, problem, f"Use 'auto', which selects the fastest kernel, or {instead}")
     is_16_bit = compute_dtype in (torch.float16, torch.bfloat16)
     if device.type == "cuda" and kernel in _NEEDS_16_BITS and not is_16_bit:
-        raise RoomierError(
-            "attention",
-            kernel,
-            f"requires 16-bit precision, but the run computes in {compute_dtype or torch.float32}",
-            "Use precision='bf16-mixed', or attention='efficient', which supports float32",
-        )
+        problem = f"requires 16-bit precision, but the run computes in {compute_dtype or torch.float32}"
+        action = "Use precision='bf16-mixed', or attention='efficient', which supports float32"
+        raise RoomierError("attention", kernel, problem, action)
 
 
 class _Only:

@@ -249,12 +249,9 @@ def _rows_of(logits: LazyLogits) -> Rows:
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
-    raise TrainingError(
-        "chunked_loss",
-        tuple(gradient.shape),
-        "received a gradient that does not reach the model (the cause may be a custom autograd.Function)",
-        "Pass logits.clone() to the function, or set chunked_loss=False",
-    )
+    problem = "received a gradient that does not reach the model (the cause may be a custom autograd.Function)"
+    action = "Pass logits.clone() to the function, or set chunked_loss=False"
+    raise TrainingError("chunked_loss", tuple(gradient.shape), problem, action)
 
 
 def _check_hook(hook: Any = None) -> None:

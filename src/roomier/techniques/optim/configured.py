@@ -83,13 +83,11 @@ def read_configured(returned: Any) -> Configured:
             optimizers, schedulers = returned
             if all(isinstance(item, Optimizer) for item in optimizers):
                 return Configured(list(optimizers), [_scheduler(item) for item in schedulers])
-    raise RoomierError(
-        FIELD,
-        returned,
-        "is not a supported return value",
+    action = (
         "Return an optimizer, a list of optimizers, ([optimizers], [schedulers]), "
-        "or a dict with 'optimizer' and 'lr_scheduler'",
+        "or a dict with 'optimizer' and 'lr_scheduler'"
     )
+    raise RoomierError(FIELD, returned, "is not a supported return value", action)
 
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
@@ -122,12 +120,9 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
             # groups.
             steered = [id(group) for group in config.scheduler.optimizer.param_groups]
             if not any(id(group) in steered for group in groups):
-                raise RoomierError(
-                    f"{FIELD}: lr_scheduler",
-                    type(config.scheduler).__name__,
-                    "belongs to another optimizer, so it has no effect",
-                    "Create the scheduler with the optimizer that configure_optimizers returns",
-                )
+                problem = "belongs to another optimizer, so it has no effect"
+                action = "Create the scheduler with the optimizer that configure_optimizers returns"
+                raise RoomierError(f"{FIELD}: lr_scheduler", type(config.scheduler).__name__, problem, action)
 
 
 def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
@@ -196,10 +191,6 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
     if isinstance(config.scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True
     if config.reduce_on_plateau and config.monitor is None:
-        raise RoomierError(
-            f"{FIELD}: monitor",
-            None,
-            "ReduceLROnPlateau requires the name of a logged metric",
-            "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}",
-        )
+        action = "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}"
+        raise RoomierError(f"{FIELD}: monitor", None, "ReduceLROnPlateau requires the name of a logged metric", action)
     return config

@@ -229,12 +229,9 @@ def wait_for(work: Sequence[dist.Work]) -> None:
             if (cause := announced()) is None:
                 raise
             raise cause from error
-        raise TrainingError(
-            "strategy",
-            f"rank {dist.get_rank()}",
-            f"waited {PATIENCE} for a shard from another rank, which is stuck or skipped a layer",
-            "Check the logs of the other ranks. If steps skip layers, set find_unused_parameters in the strategy",
-        ) from error
+        problem = f"waited {PATIENCE} for a shard from another rank, which is stuck or skipped a layer"
+        action = "Check the logs of the other ranks. If steps skip layers, set find_unused_parameters in the strategy"
+        raise TrainingError("strategy", f"rank {dist.get_rank()}", problem, action) from error
 
 
 class _AllOf(dist.Work):

@@ -129,12 +129,8 @@ class Replicas(Unsharded):
             return
         if self._compression is not None:
             problem = "does not support freezing or unfreezing parameters during a run"
-            raise RoomierError(
-                "gradient_compression",
-                "powersgd",
-                problem,
-                "Set gradient_compression='none', or keep the set of trained parameters",
-            )
+            action = "Set gradient_compression='none', or keep the set of trained parameters"
+            raise RoomierError("gradient_compression", "powersgd", problem, action)
         self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
 
     def _wrap(self) -> None:

@@ -34,12 +34,8 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
             except FileExistsError:  # another process created this folder first
                 continue
     except OSError as error:
-        raise CheckpointError(
-            "default_root_dir",
-            str(root),
-            f"no run folder can be created in this folder ({error.strerror})",
-            "Pass a folder with write permission",
-        ) from error
+        problem = f"no run folder can be created in this folder ({error.strerror})"
+        raise CheckpointError("default_root_dir", str(root), problem, "Pass a folder with write permission") from error
 
 
 def write_plan(folder: Path, text: str) -> None:
@@ -52,9 +48,6 @@ def write_plan(folder: Path, text: str) -> None:
         with replacing(folder / "plan.yaml") as file:
             file.write(text)
     except OSError as error:
-        raise CheckpointError(
-            "default_root_dir",
-            str(folder.parent),
-            f"plan.yaml cannot be written to {folder.name} in this folder ({error.strerror})",
-            "Free some space, or pass another folder",
-        ) from error
+        problem = f"plan.yaml cannot be written to {folder.name} in this folder ({error.strerror})"
+        action = "Free some space, or pass another folder"
+        raise CheckpointError("default_root_dir", str(folder.parent), problem, action) from error

@@ -37,10 +37,7 @@ def hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dic
     of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
     for name in of_module.keys() & of_data.keys():
         if repr(of_module[name]) != repr(of_data[name]):  # compare repr, because some types do not support ==
-            raise RoomierError(
-                "hparams",
-                {name: (of_module[name], of_data[name])},
-                "the module and the DataModule set this hyperparameter to different values",
-                f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})",
-            )
+            problem = "the module and the DataModule set this hyperparameter to different values"
+            action = f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})"
+            raise RoomierError("hparams", {name: (of_module[name], of_data[name])}, problem, action)
     return {**of_data, **of_module}

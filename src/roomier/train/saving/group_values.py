@@ -63,12 +63,9 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
     for name in _NEED_STATES:
         has_states = name == "momentum" and isinstance(optimizers[0], SGD)  # SGD creates missing states
         if name in changed and now.get(name) and not before.get(name) and not has_states:
-            raise CheckpointError(
-                f"optimizer.options.{name}",
-                now[name],
-                "requires optimizer states that the checkpoint does not have",
-                "Use the value of the saved run, or start a new fit from the weights",
-            )
+            problem = "requires optimizer states that the checkpoint does not have"
+            action = "Use the value of the saved run, or start a new fit from the weights"
+            raise CheckpointError(f"optimizer.options.{name}", now[name], problem, action)
     return changed.union(*(names for names in _ALL_OF_ONE if names & changed))
 
 

@@ -64,12 +64,8 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         return _newest(root)
     if ckpt_path == "best":
         if not best_path:
-            raise CheckpointError(
-                "ckpt_path",
-                "best",
-                "no ModelCheckpoint of this Trainer has a best checkpoint",
-                "Pass the path of a checkpoint",
-            )
+            problem = "no ModelCheckpoint of this Trainer has a best checkpoint"
+            raise CheckpointError("ckpt_path", "best", problem, "Pass the path of a checkpoint")
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
         raise CheckpointError("ckpt_path", ckpt_path, "must be a path", "Pass a checkpoint, 'last' or 'best'")
@@ -367,12 +363,9 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
     needed = (*of_engine, *of_run, "schedulers", "data", "results", "metrics")
     missing = [key for key in needed if key not in stored]
     if missing:
-        raise CheckpointError(
-            "ckpt_path",
-            str(path),
-            f"does not contain {', '.join(missing)}, because it was saved with weights only",
-            "Load the weights with Module.load_from_checkpoint and start a new fit",
-        )
+        problem = f"does not contain {', '.join(missing)}, because it was saved with weights only"
+        action = "Load the weights with Module.load_from_checkpoint and start a new fit"
+        raise CheckpointError("ckpt_path", str(path), problem, action)
 
 
 def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any], plan: Plan) -> None:

@@ -170,10 +170,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             problem = "is in the list twice, so its hooks would run twice"
             raise RoomierError("callbacks", callback, problem, "Remove one of the two entries")
         if callback.state_key in seen and callback.state_dict():
-            raise RoomierError(
-                "callbacks",
-                callback.state_key,
-                "is the state_key of two callbacks, so one state would overwrite the other",
-                "Remove one of the callbacks, or override state_key",
-            )
+            problem = "is the state_key of two callbacks, so one state would overwrite the other"
+            action = "Remove one of the callbacks, or override state_key"
+            raise RoomierError("callbacks", callback.state_key, problem, action)
         seen[callback.state_key] = callback

@@ -66,12 +66,8 @@ def samples_of_step(request: Request, data: RunLoaders) -> int:
     reason = keeps_micro_batch(request, data, batch_size)
     if batch_size is None or reason:
         action = "Set the batch size of the loader and accumulate_grad_batches manually"
-        raise RoomierError(
-            "auto_scale_batch_size",
-            batch_size,
-            f"the size of micro-batches cannot be changed, because {reason}",
-            action,
-        )
+        problem = f"the size of micro-batches cannot be changed, because {reason}"
+        raise RoomierError("auto_scale_batch_size", batch_size, problem, action)
     return batch_size * request.plan.batch.accumulate_grad_batches
 
 

@@ -151,12 +151,8 @@ def check_weights_only(weights_only: bool | None) -> None:
             "Remove this argument. If the checkpoint cannot be loaded without it, save the weights with torch.save, "
             "and pass the new file as weights"
         )
-        raise RoomierError(
-            "weights_only",
-            weights_only,
-            "must be True or None, because loading a checkpoint never executes code",
-            action,
-        )
+        problem = "must be True or None, because loading a checkpoint never executes code"
+        raise RoomierError("weights_only", weights_only, problem, action)
 
 
 def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None) -> Plan:
@@ -231,12 +227,8 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
         found.append(ModelSummary())
     has_checkpoint = any(map(is_checkpoint, found))
     if has_checkpoint and not given["enable_checkpointing"]:
-        raise RoomierError(
-            "enable_checkpointing",
-            False,
-            "must be True if callbacks contain a ModelCheckpoint",
-            "Remove one of the two",
-        )
+        problem = "must be True if callbacks contain a ModelCheckpoint"
+        raise RoomierError("enable_checkpointing", False, problem, "Remove one of the two")
     if enable_checkpointing and not has_checkpoint:
         found.append(ModelCheckpoint())
     return found

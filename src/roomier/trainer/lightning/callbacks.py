@@ -156,12 +156,8 @@ def _adopted(callback: Any) -> Any:
     make = MADE.get(name)
     if make is None:
         action = f"Use a roomier callback (see help(roomier.callbacks)), or implement its hooks in a {_OWN}"
-        raise RoomierError(
-            "callbacks",
-            type(callback).__name__,
-            f"is not supported, because roomier has no equivalent of Lightning's {name}",
-            action,
-        )
+        problem = f"is not supported, because roomier has no equivalent of Lightning's {name}"
+        raise RoomierError("callbacks", type(callback).__name__, problem, action)
     left = [each for each in added_names(callback, builtin) if each not in _MAY_ADD.get(name, ())]
     if left and name not in _DRAWS:
         problem = f"runs as roomier's {name}, which would not call its methods {', '.join(left)}"
