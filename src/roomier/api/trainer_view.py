@@ -1,8 +1,9 @@
-"""The interface of the Trainer for hooks and library code, with Lightning's attribute names. Only ``should_stop`` can
-be set."""
+"""The interface of the Trainer for hooks and library code, with Lightning's attribute names. Library code sets only
+``should_stop``."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class TrainerView(Protocol):
-    """The interface of the Trainer for its callbacks and modules. :class:`roomier.Trainer` implements it.
+    """The interface of the Trainer for its callbacks and modules. :class:`roomier.Trainer` derives from it.
+
+    Attributes that follow from other attributes are defined here; the Trainer defines all others. Library code only
+    reads them, which ``tests/house`` checks.
 
     Attributes:
         should_stop: set it to True to end training at the next save point. With several ranks, it is sufficient that
@@ -51,14 +55,18 @@ class TrainerView(Protocol):
     @property
     def is_last_batch(self) -> bool:
         """True if the current training batch is the last of its epoch. False if the number of batches is unknown."""
+        run = self.fitted
+        return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
 
     @property
     def is_last_save_point(self) -> bool:
         """True if training ends at the current save point."""
+        return self.run is not None and self.run.now.is_finishing
 
     @property
     def is_running(self) -> bool:
         """True if a loop of this Trainer is running."""
+        return self.state.stage is not None
 
     @property
     def interrupted(self) -> bool:
@@ -67,34 +75,40 @@ class TrainerView(Protocol):
     @property
     def received_sigterm(self) -> bool:
         """True if the last call received SIGTERM."""
+        return self.run is not None and self.run.stop.received == signal.SIGTERM
 
-    @property
-    def state(self) -> Any:
-        """Method, loop and status of the last call."""
+    state: Any
+    """Method, loop and status of the last call."""
 
     @property
     def training(self) -> bool:
         """True while training steps run."""
+        return bool(self.state.stage == "train")
 
     @property
     def validating(self) -> bool:
         """True while a validation runs."""
+        return bool(self.state.stage == "validate")
 
     @property
     def testing(self) -> bool:
         """True while a test runs."""
+        return bool(self.state.stage == "test")
 
     @property
     def predicting(self) -> bool:
         """True while predictions run."""
+        return bool(self.state.stage == "predict")
 
     @property
     def sanity_checking(self) -> bool:
         """True while the sanity check (validation before training) runs."""
+        return bool(self.state.stage == "sanity_check")
 
     @property
     def evaluating(self) -> bool:
         """True while a validation, a test or the sanity check runs."""
+        return self.state.stage is not None and self.state.stage.evaluating
 
     # Data
 
@@ -134,9 +148,8 @@ class TrainerView(Protocol):
     def predict_dataloaders(self) -> Any:
         """The prediction loaders of the last run."""
 
-    @property
-    def datamodule(self) -> Any:
-        """The DataModule of the last call; None if no DataModule was passed."""
+    datamodule: Any
+    """The DataModule of the last call; None if no DataModule was passed."""
 
     @property
     def enable_validation(self) -> bool:
@@ -144,13 +157,14 @@ class TrainerView(Protocol):
 
     # Settings
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of the last run; before the first run, the requested plan."""
+    options: Any
+    """Settings of the loop."""
 
-    @property
-    def requested_plan(self) -> Plan:
-        """The requested plan."""
+    plan: Plan
+    """The plan of the last run; before the first run, the requested plan."""
+
+    requested_plan: Plan
+    """The requested plan."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -159,80 +173,80 @@ class TrainerView(Protocol):
     @property
     def gradient_clip_val(self) -> float | None:
         """Maximum norm or value of gradients; None if clipping is disabled."""
+        return self.plan.batch.gradient_clip_val
 
     @property
     def gradient_clip_algorithm(self) -> str:
         """``"norm"`` or ``"value"``."""
+        return self.plan.batch.gradient_clip_algorithm
 
     @property
     def precision(self) -> str:
         """Precision of the plan, such as ``"bf16-mixed"``."""
+        return self.plan.precision.mode
 
-    @property
-    def max_epochs(self) -> int | None:
-        """Maximum number of epochs; None if not set."""
+    max_epochs: int | None
+    """Maximum number of epochs; None if not set."""
 
     @property
     def min_epochs(self) -> int | None:
         """Minimum number of epochs; None if not set."""
+        return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
+
+    max_steps: int
+    """Maximum number of optimizer steps; -1 if unlimited."""
+
+    min_steps: int | None
+    """Minimum number of optimizer steps; None if not set."""
 
     @property
-    def max_steps(self) -> int:
-        """Maximum number of optimizer steps; -1 if unlimited."""
-
-    @property
-    def min_steps(self) -> int | None:
-        """Minimum number of optimizer steps; None if not set."""
-
-    @property
-    def limit_train_batches(self) -> int | float:
+    def limit_train_batches(self) -> Any:
         """Number or fraction of training batches per epoch."""
+        return self.options.limit_of("train")
 
     @property
-    def limit_val_batches(self) -> int | float:
+    def limit_val_batches(self) -> Any:
         """Number or fraction of validation batches."""
+        return self.options.limit_of("val")
 
     @property
-    def limit_test_batches(self) -> int | float:
+    def limit_test_batches(self) -> Any:
         """Number or fraction of test batches."""
+        return self.options.limit_of("test")
 
     @property
-    def limit_predict_batches(self) -> int | float:
+    def limit_predict_batches(self) -> Any:
         """Number or fraction of prediction batches."""
+        return self.options.limit_of("predict")
 
-    @property
-    def overfit_batches(self) -> int | float:
-        """Number or fraction of batches used for training and validation; 0 if disabled."""
+    overfit_batches: int | float
+    """Number or fraction of batches used for training and validation; 0 if disabled."""
 
-    @property
-    def fast_dev_run(self) -> int | bool:
-        """Number of batches of a development run; False if disabled."""
+    fast_dev_run: int | bool
+    """Number of batches of a development run; False if disabled."""
 
     @property
     def val_check_interval(self) -> int | float:
         """Number of training batches between two validations (int), or fraction of an epoch (float)."""
+        interval = self.options.val_check_interval
+        return 1.0 if interval is None else interval
 
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """Number of epochs between two validations; None to count batches across epochs."""
+    check_val_every_n_epoch: int | None
+    """Number of epochs between two validations; None to count batches across epochs."""
 
-    @property
-    def num_sanity_val_steps(self) -> int:
-        """Number of validation batches in the sanity check before training."""
+    num_sanity_val_steps: int
+    """Number of validation batches in the sanity check before training."""
 
-    @property
-    def log_every_n_steps(self) -> int:
-        """Number of optimizer steps between consecutive rows of the log."""
+    log_every_n_steps: int
+    """Number of optimizer steps between consecutive rows of the log."""
 
     # Objects
 
-    @property
-    def run(self) -> Any:
-        """The last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`."""
+    run: Any
+    """The last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`."""
 
-    @property
-    def fitted(self) -> Any:
-        """The run of the last fit; None before the first fit."""
+    fitted: Any
+    """The run of the last fit; None before the first fit."""
 
     @property
     def engine(self) -> Engine:
@@ -246,22 +260,20 @@ class TrainerView(Protocol):
     def lightning_module(self) -> Any:
         """The module of the last call, as callbacks receive it."""
 
-    @property
-    def shapes(self) -> Any:
-        """A copy without values of the module of the last fit, created before the module was built. None if the copy is
-        not needed or cannot be created."""
+    shapes: Any
+    """A copy without values of the module of the last fit, created before the module was built. None if the copy is
+    not needed or cannot be created."""
 
-    @property
-    def choice(self) -> Any:
-        """The plans that the planner compared for the last fit; None if the user specified the plan."""
+    choice: Any
+    """The plans that the planner compared for the last fit; None if the user specified the plan."""
 
-    @property
-    def callbacks(self) -> Sequence[Any]:
-        """All callbacks (of roomier or of Lightning), in the order of their calls."""
+    callbacks: list[Any]
+    """All callbacks (of roomier or of Lightning), in the order of their calls."""
 
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that saves checkpoints; None if no such callback exists."""
+        return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> Sequence[Any]:
@@ -270,6 +282,7 @@ class TrainerView(Protocol):
     @property
     def early_stopping_callback(self) -> Any:
         """The first EarlyStopping callback; None if no such callback exists."""
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> Sequence[Any]:
@@ -283,9 +296,8 @@ class TrainerView(Protocol):
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the last run."""
 
-    @property
-    def manual_optimizers(self) -> Sequence[Any]:
-        """The optimizers for manual optimization, whose ``step`` increments ``global_step``."""
+    manual_optimizers: list[Any]
+    """The optimizers for manual optimization, whose ``step`` increments ``global_step``."""
 
     @property
     def lr_scheduler_configs(self) -> Sequence[Any]:
@@ -303,21 +315,20 @@ class TrainerView(Protocol):
     def profiler(self) -> Any:
         """Object with Lightning's method ``profile`` for named ranges."""
 
-    @property
-    def loggers(self) -> list[Logger]:
-        """All loggers."""
+    loggers: list[Logger]
+    """All loggers."""
 
     @property
     def logger(self) -> Logger | None:
         """The first logger; None if there are no loggers."""
+        return self.loggers[0] if self.loggers else None
 
     @property
     def results(self) -> Any:
         """The logged values of the last run."""
 
-    @property
-    def predict_loop(self) -> Any:
-        """View of the prediction loop, with the attribute names of Lightning's loop."""
+    predict_loop: Any
+    """View of the prediction loop, with the attribute names of Lightning's loop."""
 
     # Metrics
 
@@ -336,59 +347,65 @@ class TrainerView(Protocol):
     @property
     def progress_bar_dict(self) -> dict[str, float]:
         """Same as ``progress_bar_metrics``."""
+        return self.progress_bar_metrics
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
 
     # Ranks and files
 
-    @property
-    def world(self) -> World:
-        """Position of this process among all processes."""
+    world: World
+    """Position of this process among all processes."""
 
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of the last call."""
+    ranks: Ranks
+    """The ranks of the last call."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
+        return self.world.size
 
     @property
     def global_rank(self) -> int:
         """Rank of this process among all processes."""
+        return self.world.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its node."""
+        return self.world.local_rank
 
     @property
     def node_rank(self) -> int:
         """Index of this node."""
+        return self.world.node_rank
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
+        return self.plan.parallel.num_nodes
 
     @property
     def num_devices(self) -> int:
         """Number of devices per node."""
+        return self.plan.parallel.devices
 
     @property
     def device_ids(self) -> list[int]:
         """Indices of the devices on this node."""
+        return list(range(self.num_devices))
 
     @property
     def is_global_zero(self) -> bool:
         """True on rank 0."""
+        return self.world.is_global_zero
 
     @property
     def default_root_dir(self) -> str:
         """Folder that contains the run folders."""
 
-    @property
-    def log_dir(self) -> str:
-        """Folder of the logs."""
+    log_dir: str
+    """Folder of the logs."""
 
     @property
     def ckpt_path(self) -> Path | str | None:
@@ -398,12 +415,13 @@ class TrainerView(Protocol):
     def keeps_files(self) -> bool:
         """True if a fit writes a run folder."""
 
-    @property
-    def enable_checkpointing(self) -> bool:
-        """True if checkpoints are enabled."""
+    enable_checkpointing: bool
+    """True if checkpoints are enabled."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
 
     @property
     def fit_loop(self) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, replace_none
 from roomier.api.own_optimizer import OwnOptimizer, own_optimizer_of
+from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
@@ -46,7 +46,7 @@ from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
 from roomier.run.settled import Request
-from roomier.run.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from roomier.run.states import TrainerFn, TrainerState, TrainerStatus
 from roomier.techniques.optim.configured import LRSchedulerConfig
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
@@ -100,7 +100,7 @@ def _not_known() -> float:
     return math.inf
 
 
-class TrainerAttributes:
+class TrainerAttributes(TrainerView):
     """The attributes of a Trainer: its settings, and the state of its last call.
 
     The functions of one call (``session.py``) read and assign these attributes. This class can be used and tested
@@ -143,6 +143,16 @@ class TrainerAttributes:
     """
 
     barebones = False
+
+    # fields of LoopOptions, which __getattr__ reads and __setattr__ replaces
+    max_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    overfit_batches: int | float
+    fast_dev_run: int | bool
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int
+    log_every_n_steps: int
 
     def __init__(
         self,
@@ -247,25 +257,9 @@ class TrainerAttributes:
         return module
 
     @property
-    def logger(self) -> Logger | None:
-        """The first logger; None if there is no logger."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        """The first ModelCheckpoint; None if there is none. A ModelCheckpoint of Lightning is returned as the object
-        that the user passed."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
     def checkpoint_callbacks(self) -> list[Any]:
         """All ModelCheckpoint callbacks, as the objects that the user passed."""
         return [vars(each).get("seen_as", each) for each in self.callbacks if isinstance(each, ModelCheckpoint)]
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback of roomier or of Lightning; None if there is none."""
-        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
@@ -278,37 +272,6 @@ class TrainerAttributes:
         return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
 
     @property
-    def limit_train_batches(self) -> int | float:
-        """Limit on training batches per epoch on each rank, as a number (int) or as a fraction (float)."""
-        return self.options.limit_of("train")
-
-    @property
-    def limit_val_batches(self) -> int | float:
-        """Limit on validation batches, as a number (int) or as a fraction (float)."""
-        return self.options.limit_of("val")
-
-    @property
-    def limit_test_batches(self) -> int | float:
-        """Limit on test batches, as a number (int) or as a fraction (float)."""
-        return self.options.limit_of("test")
-
-    @property
-    def limit_predict_batches(self) -> int | float:
-        """Limit on prediction batches, as a number (int) or as a fraction (float)."""
-        return self.options.limit_of("predict")
-
-    @property
-    def val_check_interval(self) -> int | float:
-        """Number of training batches between two validations (int), or fraction of an epoch (float)."""
-        interval = self.options.val_check_interval
-        return 1.0 if interval is None else interval
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Minimum number of epochs. As in Lightning, None is replaced by 0 in the first call."""
-        return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
-
-    @property
     def default_root_dir(self) -> str:
         """Folder that contains the run folders."""
         return str(at_home(self.options.default_root_dir or "runs"))
@@ -319,95 +282,10 @@ class TrainerAttributes:
         return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
 
     @property
-    def gradient_clip_val(self) -> float | None:
-        """Upper limit for the norm or the values of gradients; None if gradients are not clipped."""
-        return self.plan.batch.gradient_clip_val
-
-    @property
-    def gradient_clip_algorithm(self) -> str:
-        """Algorithm of gradient clipping: ``"norm"`` or ``"value"``."""
-        return self.plan.batch.gradient_clip_algorithm
-
-    @property
-    def precision(self) -> str:
-        """Precision of the plan, such as ``"bf16-mixed"``."""
-        return self.plan.precision.mode
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.world.size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process among all processes."""
-        return self.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self.world.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine."""
-        return self.world.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True if this process is rank 0."""
-        return self.world.is_global_zero
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self.plan.parallel.num_nodes
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices on each machine."""
-        return self.plan.parallel.devices
-
-    @property
-    def device_ids(self) -> list[int]:
-        """Indices of the devices on this machine. Each rank uses the device whose index is its local rank."""
-        return list(range(self.num_devices))
-
-    @property
     def profiler(self) -> Any:
         """Object with Lightning's method ``profile(name)``: the profiler of actions, or spans in a torch profile."""
         own = self.options.profiler
         return NamedSpans() if own is None or isinstance(own, (str, torch.profiler.profile)) else own
-
-    @property
-    def training(self) -> bool:
-        """True while the training loop runs, except during its validations."""
-        return self.state.stage is RunningStage.TRAINING
-
-    @property
-    def validating(self) -> bool:
-        """True during a validation."""
-        return self.state.stage is RunningStage.VALIDATING
-
-    @property
-    def testing(self) -> bool:
-        """True during a test."""
-        return self.state.stage is RunningStage.TESTING
-
-    @property
-    def predicting(self) -> bool:
-        """True during a prediction."""
-        return self.state.stage is RunningStage.PREDICTING
-
-    @property
-    def sanity_checking(self) -> bool:
-        """True during the validation before training."""
-        return self.state.stage is RunningStage.SANITY_CHECKING
-
-    @property
-    def evaluating(self) -> bool:
-        """True during a validation, a test or the sanity check."""
-        return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:
         """Add the callbacks that ``module.configure_callbacks()`` returns. These callbacks replace existing callbacks
@@ -464,11 +342,6 @@ class TrainerAttributes:
         """Join the other ranks."""
         self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print only on rank 0."""
-        if self.is_global_zero:
-            print(*args, **kwargs)
-
     # State of the last call ----------------------------------------------------------------------------------------
 
     @property
@@ -490,11 +363,6 @@ class TrainerAttributes:
     @ckpt_path.setter
     def ckpt_path(self, path: Path | str | None) -> None:
         self.set_path, self.read_path = path, None
-
-    @property
-    def is_last_save_point(self) -> bool:
-        """True if training ends at the current save point."""
-        return self.run is not None and self.run.now.is_finishing
 
     @property
     def results(self) -> Results:
@@ -522,11 +390,6 @@ class TrainerAttributes:
         if self.run is None:
             return Shown(given, given)
         return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
-
-    @property
-    def progress_bar_dict(self) -> dict[str, float]:
-        """Alias of :attr:`progress_bar_metrics` in Lightning 1."""
-        return self.progress_bar_metrics
 
     @property
     def engine(self) -> Engine:
@@ -630,12 +493,6 @@ class TrainerAttributes:
         return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
-    def is_last_batch(self) -> bool:
-        """True if the current training batch is the last of its epoch. False if the number of batches is unknown."""
-        run = self.fitted
-        return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
-
-    @property
     def accumulate_grad_batches(self) -> int:
         """Number of micro-batches per optimizer step in the current epoch."""
         return Accumulation.of(self.plan, self.callbacks).at(self.current_epoch)
@@ -695,11 +552,6 @@ class TrainerAttributes:
         """The loaders that the user passed or defined. Keys: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
         return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
 
-    @property
-    def received_sigterm(self) -> bool:
-        """True if the last run received SIGTERM."""
-        return self.run is not None and self.run.stop.received == signal.SIGTERM
-
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
         """Return the torch optimizer that an element of ``Module.optimizers()`` wraps."""
@@ -735,8 +587,3 @@ class TrainerAttributes:
             self.requested_plan = self.plan = with_batch_field(self.requested_plan, name, value)
         else:
             super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
-
-    @property
-    def is_running(self) -> bool:
-        """True if a loop of this Trainer is currently running."""
-        return self.state.stage is not None
