@@ -27,7 +27,6 @@ _SHARES = (
 _NAMED_OPTIMIZER = "Set it in the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
 _WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
 _OF_DATA_LOADER = "Pass batch_size to your DataLoader"
-_SAVES = "Use callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 
 FORMER_KEYWORDS: dict[str, str] = {
     # current and earlier versions of Lightning's Trainer
