@@ -50,7 +50,7 @@ _provided.homes.update(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FOLDERS or name == "plugins":  # the module plugins contains only an error
+    if name in _FOLDERS or name in ("plugins", "strategies"):  # these two modules contain only an error
         return import_module(f"roomier.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

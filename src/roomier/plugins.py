@@ -1,4 +1,5 @@
-"""Errors for imports from ``roomier.plugins``, which does not exist, in scripts that were written for Lightning."""
+"""Errors for imports from ``roomier.plugins`` and ``roomier.strategies``, which contain no classes, for scripts of
+Lightning."""
 
 from __future__ import annotations
 
@@ -14,4 +15,4 @@ def __getattr__(name: str) -> Never:
         f"Import it from Lightning, and pass Trainer(strategy={name}(...)) or Trainer(plugins={name}(...)). Without "
         "Lightning, use the arguments strategy, such as 'zero2' or 'ddp', and precision"
     )
-    raise RoomierError(f"roomier.plugins.{name}", None, "does not exist, because roomier has no plugins", action)
+    raise RoomierError("import", name, "does not exist, because plugins and strategies are arguments here", action)

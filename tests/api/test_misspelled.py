@@ -169,3 +169,8 @@ def test_hooks_with_the_arguments_of_a_hook_are_accepted(base):
             return None
 
     check_hook_names(Mine(), roomier.Callback)
+
+
+def test_a_published_misspelling_of_an_export_names_the_method():
+    with pytest.raises(roomier.RoomierError, match="Call to_onnx"):
+        Net().to_omni("model.onnx")

@@ -15,7 +15,7 @@ import torch
 
 from roomier import RoomierError, Trainer, checkpoint
 from roomier.callbacks import ModelCheckpoint
-from tests.lightning.both import quiet_lightning
+from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl
 from tests.lightning.rows import run_with
 
@@ -76,6 +76,22 @@ def test_weights_are_saved_if_an_error_ends_the_fit(
     for each in loaded:
         for own, other in zip(each.parameters(), module.parameters(), strict=True):
             assert torch.equal(own, other)
+
+
+def test_the_file_of_an_error_in_the_first_batch_of_an_epoch_names_this_epoch(tmp_path: Path) -> None:
+    class FailsInEpoch1(Fails):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.current_epoch:
+                raise ValueError("bad batch")
+
+    for kind, base in ((Trainer, ModelCheckpoint), (pl.Trainer, pl.callbacks.ModelCheckpoint)):
+        saves = base(tmp_path / base.__module__, save_on_exception=True, every_n_epochs=9)
+        saves.format = "lightning"
+        trainer = make_trainer(kind, tmp_path, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+        with quiet_lightning(), pytest.raises(ValueError, match="bad batch"):
+            trainer.fit(FailsInEpoch1(), in_order())
+        [saved] = (tmp_path / base.__module__).iterdir()
+        assert torch.load(saved, weights_only=False)["epoch"] == 1
 
 
 def test_nothing_is_saved_after_an_error_without_a_new_step(

@@ -419,9 +419,8 @@ def test_each_argument_of_torch_has_an_answer(wrapper: type) -> None:
 
 
 def test_an_import_of_a_plugin_is_answered_with_arguments_of_the_trainer() -> None:
-    for statement in ("from roomier.plugins import DeepSpeedPlugin", "import roomier; roomier.plugins.DeepSpeedPlugin"):
-        with pytest.raises(
-            roomier.RoomierError, match=r"roomier\.plugins\.DeepSpeedPlugin.*Trainer\(strategy=DeepSpeedPlugin"
-        ):
-            exec(statement, {})
-    assert not hasattr(roomier.plugins, "__path__")
+    for home, name in (("plugins", "DeepSpeedPlugin"), ("strategies", "FSDPStrategy")):
+        for statement in (f"from roomier.{home} import {name}", f"import roomier; roomier.{home}.{name}"):
+            with pytest.raises(roomier.RoomierError, match=rf"'{name}': does not exist.*Trainer\(strategy={name}"):
+                exec(statement, {})
+        assert not hasattr(getattr(roomier, home), "__path__")

@@ -266,3 +266,42 @@ def test_random_numbers_drawn_by_hooks_at_the_start_have_no_effect(runs: Any, ne
         for stop in stops:
             runs.fit(name, net, shuffled, max_steps=stop, ckpt_path="last", callbacks=[Draws()])
     assert runs.differences("straight", "resumed", with_ledger=False) == []
+
+
+def test_a_hook_before_training_does_not_change_the_workers_of_the_first_epoch(runs: Any) -> None:
+    """The workers of epoch 0 have a copy of the dataset from before ``on_train_start``, also after a resume."""
+
+    class Counts(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+            trainer.train_dataloader.dataset.offset = 1.0
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, i: int) -> None:
+            read.append(float(batch[0]))
+
+    read: list[float] = []
+    options: dict[str, Any] = {"ckpt_path": "last", "callbacks": [Counts()]}
+    for stop in (2, 6, 8):
+        runs.fit("run", Line, lambda: DataLoader(Offset(), num_workers=1), max_steps=stop, **options)
+    assert read == [0.0] * 4 + [1.0] * 4
+
+
+class Offset(Dataset[Tensor]):
+    offset = 0.0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1,), self.offset)
+
+
+class Line(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.line(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -472,6 +472,10 @@ class Module(HasHyperParameters, ModuleHooks):
                 outputs differ.
         """
         return provided("export_onnx")(self, file_path, input_sample, may_exist=True, **kwargs)
+
+    def to_omni(self, *args: Any, **kwargs: Any) -> Never:
+        """Raise an error that suggests :meth:`to_onnx`, because published examples contain this misspelling."""
+        raise RoomierError("to_omni", args or None, "is not a method of a Module", "Call to_onnx instead")
 
     def to_torchscript(
         self,

@@ -122,6 +122,7 @@ def save_weights_after(
         state: dict[str, Any] = {
             "plan": run.plan.to_dict(),
             "progress": run.progress.state(),
+            "epoch": run.current_epoch,
             "hyperparameters": {name: each for name, each in run.module.hparams.items() if is_plain(each)},
             "module": weights,
         }

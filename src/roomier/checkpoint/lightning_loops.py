@@ -16,6 +16,7 @@ def lightning_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     progress = state.get("progress", {})
     return {
         **loop_states(progress, is_validated=not progress.get("is_validation_due", False)),
+        "epoch": state.get("epoch", shown_epoch(progress)),
         VERSION: WRITTEN_FOR,
         HYPERPARAMETERS_NAME: state.get("hyperparameters_argument", "kwargs"),
         HYPERPARAMETERS: dict(state.get("hyperparameters", {})),
@@ -55,7 +56,7 @@ def loop_states(progress: Mapping[str, Any], is_validated: bool) -> dict[str, An
     idle = {"state_dict": {}, "batch_progress": {**_counts(0, 0), "is_last_batch": False}}
     loops = {"fit_loop": fit_loop, **{name: dict(idle) for name in ("validate_loop", "test_loop", "predict_loop")}}
     loops["predict_loop"] = {"state_dict": {}, "batch_progress": _counts(0, 0)}
-    return {"epoch": shown_epoch(progress), "global_step": step, "loops": loops}
+    return {"global_step": step, "loops": loops}
 
 
 def shown_epoch(progress: Mapping[str, Any]) -> int:

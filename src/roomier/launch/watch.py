@@ -17,7 +17,7 @@ _GRACE_S = 1.0  # Time after a failure until the other ranks are killed.
 _MAIN_GRACE_S = 4.0  # Additional time until the process that started the ranks ends.
 _LAST_S = 60.0  # Maximum time between the end of rank 0 and the end of the other ranks after a complete run.
 # Exit codes of a run that a signal ended at a save point.
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + getattr(signal, "SIGUSR1", signal.SIGTERM))
 
 
 class Children:

@@ -122,7 +122,8 @@ def begin(run: Run) -> bool:
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
     run.now.is_in_step = has_work or None
-    if has_work and run.now.random_state is None:  # as in Lightning, the first iterator draws its seed before the hook
+    # As in Lightning, the iterator of the first epoch draws its seed and starts its workers before the hook.
+    if has_work and (run.now.random_state is None or run.progress.epoch == 0):
         run.source.ahead = run.source.start(run.progress.epoch)
     if has_work:
         call(run.hooks.on_train_start)

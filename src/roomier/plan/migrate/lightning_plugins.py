@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = {
     "TorchCheckpointIO": "checkpoints are folders, to which every rank writes; `roomier export` writes a single file",
 }
 
-_REQUEUE_SIGNALS = (None, signal.SIGTERM, signal.SIGUSR1)
+_REQUEUE_SIGNALS = (None, signal.SIGTERM, getattr(signal, "SIGUSR1", None))
 
 _REJECTED = {
     "KubeflowEnvironment": ("is not detected", "Start the pods with torchrun, whose variables roomier detects"),
