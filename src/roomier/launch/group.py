@@ -57,8 +57,8 @@ def initialize(world: World, device_type: str) -> None:
     """
     global _news
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
-    _check_open_files(world)
     if launch_of(os.environ) is None:
+        _check_open_files(world)
         store, children = start_ranks(world)
         _news = news = FailureNews(world, children.news)
         children.main_is_failing, children.main_lost_peer = lambda: news.is_failing, lambda: news.has_lost_peer
@@ -71,6 +71,7 @@ def initialize(world: World, device_type: str) -> None:
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
     torch_private.hide_cpp_warnings()
     _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
+    _check_open_files(world)  # if the check fails here, the other ranks end
     _connect(world, device_type, PrefixStore(meeting, store), _news, timeout_s)
     if children is not None:
         children.have_met = True
