@@ -4,6 +4,7 @@ import json
 import math
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -139,3 +140,8 @@ def test_a_state_that_contains_itself_is_rejected():
 def test_a_state_that_is_not_a_mapping_is_rejected():
     with pytest.raises(CheckpointError, match=r"state=<class 'list'>: is not a mapping"):
         tree.split([1])
+
+
+def test_scalars_of_numpy_are_stored_as_python_values():
+    """A learning rate from ``np.logspace`` is a scalar of NumPy, and Lightning saves it, too."""
+    assert same(through_json({"lr": np.float64(0.1), "count": np.int32(7)}), {"lr": 0.1, "count": 7})

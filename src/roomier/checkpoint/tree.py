@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +104,8 @@ def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
     """Return the named tensors of ``state``, in the order of the state, and the tree of all other values.
 
     No tensor is copied. Tied tensors are returned once. Mappings of any class are stored as dicts. Every other value
-    must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor. With these types, the
-    loaded state is equal to the saved state.
+    must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor, or be a scalar of
+    NumPy, which is stored as a Python value. The loaded state is equal to the saved state.
 
     Raises:
         CheckpointError: ``state`` contains another type. The error names the path and the type of an unsupported value.
@@ -178,6 +179,8 @@ def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def _encode_scalar(value: Any, path: Path) -> Json:
+    if isinstance(value, np.generic):  # for example a learning rate from np.logspace
+        value = value.item()
     if value is None or type(value) in (str, bool):
         return value
     if type(value) is int:
