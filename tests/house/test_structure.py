@@ -215,7 +215,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def names_of(lever: Lever) -> set[str]:
-    """Return the keyword and the field of a lever, the properties that only this lever has, and the functions of ``plan/``
+    """Return the keyword and the field of a lever, the properties that only this lever has, and the functions of plan/
     with at most three statements that read one of these names, directly or through another such function."""
     properties = [each.name for each in dataclasses.fields(Lever) if each.default is False]
     names = {lever.keyword, lever.field.partition(".")[2]}
