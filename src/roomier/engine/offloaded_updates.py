@@ -54,6 +54,7 @@ from roomier.engine.narrowed import Homes, Options, check_no_step_hooks, homes_o
 from roomier.engine.parallel import Parallel
 from roomier.engine.parameter_updates import ParametersOnDevice
 from roomier.engine.updates import Change, ChangeAll, Scale, Updates
+from roomier.plan.choices import OPTIMIZERS
 from roomier.techniques.offload.outside_reads import OutsideReads
 from roomier.techniques.offload.states import OffloadedStates
 from roomier.techniques.offload.units import Unit
@@ -486,8 +487,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
         problem = "does not support LBFGS, whose update of a parameter depends on all gradients"
         raise PlanError("offload.optimizer_states", type(optimizer).__name__, problem, "Use another optimizer")
-    if not f"{type(optimizer).__module__}.".startswith(("torch.optim.", "roomier.")):
+    kind = type(optimizer)
+    is_named = f"{kind.__module__}:{kind.__qualname__}" in {each.made_by for each in OPTIMIZERS.values()}
+    if not (is_named or kind.__module__.startswith(("torch.optim.", "roomier."))):
         problem = "is not supported, because its update of a parameter can depend on other parameters"
         action = "Use an optimizer of torch.optim, or offload only activations"
-        raise PlanError("offload: optimizer", type(optimizer).__name__, problem, action)
+        raise PlanError("offload: optimizer", kind.__name__, problem, action)
     check_no_step_hooks(optimizer, "remove offload.optimizer_states and offload.parameters")

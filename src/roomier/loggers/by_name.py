@@ -7,6 +7,7 @@ from typing import Any
 
 from roomier.api.logger import Logger
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.extensions import load_extensions
 from roomier.loggers.comet import CometLogger
 from roomier.loggers.csv import CSVLogger
 from roomier.loggers.files import FileLogger
@@ -19,7 +20,7 @@ from roomier.loggers.tensorboard import TensorBoardLogger
 from roomier.loggers.trackio import TrackioLogger
 from roomier.loggers.wandb import WandbLogger
 
-_BY_NAME: dict[str, Callable[[], Logger]] = {
+LOGGERS: dict[str, Callable[[], Logger]] = {
     "jsonl": JSONLLogger,
     "csv": CSVLogger,
     "tensorboard": TensorBoardLogger,
@@ -28,6 +29,7 @@ _BY_NAME: dict[str, Callable[[], Logger]] = {
     "mlflow": MLFlowLogger,
     "trackio": TrackioLogger,
 }
+"""Functions that create a logger, by name. An extension can add entries (see ``roomier.core.extensions``)."""
 
 
 def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_dev_run: bool = False) -> list[Any]:
@@ -82,9 +84,11 @@ def _one(item: object) -> Any:
         return item
     if item == "neptune":
         raise service_closed()
-    if item not in _BY_NAME:
-        raise PlanError("logger", item, "is not the name of a logger", did_you_mean(item, _BY_NAME))
-    return _BY_NAME[item]()
+    if item not in LOGGERS:
+        load_extensions()
+    if item not in LOGGERS:
+        raise PlanError("logger", item, "is not the name of a logger", did_you_mean(item, LOGGERS))
+    return LOGGERS[item]()
 
 
 def _not_a_logger(item: object) -> PlanError:

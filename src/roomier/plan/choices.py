@@ -11,6 +11,8 @@ from numbers import Integral
 from pkgutil import resolve_name
 from typing import Any
 
+from roomier.core.extensions import load_extensions
+
 
 class Kind(StrEnum):
     """Label that states how a choice changes the results, compared to the same run without the choice on the same
@@ -143,7 +145,7 @@ OPTIMIZERS: dict[str, OptimizerChoice] = {
     ),
 }
 """The optimizers by name. The other layers derive from this table which optimizers exist, what they cost, and which of
-them support bfloat16 weights."""
+them support bfloat16 weights. An extension can add entries (see ``roomier.core.extensions``)."""
 
 CHOICES: dict[str, Mapping[str, Choice]] = {
     "parallel.strategy": {
@@ -422,7 +424,10 @@ def canonical(field: str, value: object) -> object:
         return value
     word = str.lower(value) if isinstance(value, str) else str(int(value))
     word = ALIASES.get(field, {}).get(word, word)
-    return word if word in CHOICES[field] or word in REFUSED.get(field, {}) else value
+    if word in CHOICES[field] or word in REFUSED.get(field, {}):
+        return word
+    load_extensions()
+    return word if word in CHOICES[field] else value
 
 
 def aliases_of(field: str, value: str) -> list[str]:

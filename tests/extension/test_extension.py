@@ -1,0 +1,118 @@
+"""An installed package adds an optimizer and a logger through an entry point, without an edit of roomier."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roomier
+from roomier import PlanError
+from roomier.core.extensions import load_extensions
+from roomier.loggers.by_name import LOGGERS
+from roomier.plan import plan_from_flags
+from roomier.plan.choices import OPTIMIZERS
+from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.memory.kinds import Kind
+from roomier.planner.workload import Workload
+from tests.parallel.parity import whole_weights
+from tests.ranks.pool import RankPool
+
+OPTIMIZER = {"name": "signum", "lr": 0.01}
+WIDTH = 64
+
+
+class Net(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.layers(batch) - batch.roll(1, 1)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+def installed(folder: Path) -> list[str]:
+    """Return folders for ``sys.path`` in which the package is installed."""
+    information = folder / "roomier_example-1.0.dist-info"
+    information.mkdir(exist_ok=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: roomier-example\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[roomier.extensions]\nexample = roomier_example:extend\n")
+    return [str(folder), str(Path(__file__).parent)]
+
+
+def forecast(**flags: Any) -> Any:
+    rates = dict.fromkeys(("fp64", "fp32", "tf32", "bf16", "fp16"), 1e12)
+    link = Link(1e9)
+    device = Device("any", "cpu", 80 * 2**30, rates, 1e12)
+    machine = Machine(device, 2, 1, link, link, link, link, link, 2**40, "assumed")
+    workload = Workload.of(Net(), torch.zeros(2, WIDTH))
+    return Estimator(workload, machine).estimate(plan_from_flags(accelerator="cpu", **flags), 2)
+
+
+def train(num_ranks: int, folders: list[str], options: dict[str, Any]) -> tuple[dict[str, Tensor], int, str]:
+    sys.path[:0] = folders
+    module = Net()
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer = roomier.Trainer(
+        max_epochs=1,
+        devices=num_ranks,
+        accelerator="cpu",
+        precision="64-true",
+        optimizer=OPTIMIZER,
+        logger="rows",
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        default_root_dir=folders[0],
+        **options,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4 // num_ranks))  # type: ignore[arg-type]
+    rows = sys.modules["roomier_example"].ROWS
+    return whole_weights(module), len(rows), str(trainer.plan)
+
+
+def test_extension_trains_on_shards(on_ranks: RankPool, tmp_path: Path) -> None:
+    folders = installed(tmp_path)
+    [(expected, num_rows, text)] = on_ranks(1, train, 1, folders, {})
+    assert num_rows >= 4
+    assert "Signum (Bernstein et al. 2018)" in text
+    options: list[dict[str, Any]] = [
+        {"strategy": "zero2"},
+        {"strategy": "zero2", "step_in_backward": True},
+        {"strategy": "zero3", "offload": {"optimizer_states": "disk", "parameters": "disk"}},
+    ]
+    for by_rank in on_ranks.each(2, train, [(2, folders, each) for each in options]):
+        torch.testing.assert_close(by_rank[0][0], expected, rtol=0, atol=1e-9)  # in float64, no sign changes
+
+
+@pytest.fixture
+def without_entries() -> Iterator[None]:
+    """Remove the entries of the extension after the test."""
+    yield
+    OPTIMIZERS.pop("signum", None)
+    LOGGERS.pop("rows", None)
+    load_extensions.cache_clear()
+
+
+@pytest.mark.usefixtures("without_entries")
+def test_planner_knows_the_optimizer_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match="signum"):
+        plan_from_flags(optimizer="signum")
+    load_extensions.cache_clear()
+    for folder in installed(tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    signum, adamw = forecast(optimizer=OPTIMIZER), forecast(optimizer="adamw")
+    num_bytes = 4 * sum(each.numel() for each in Net().parameters())
+    states = [each.bytes_by_kind[Kind.OPTIMIZER_STATE] for each in (signum, adamw)]
+    assert states[0] == num_bytes  # one moment
+    assert states[1] == pytest.approx(2 * num_bytes, rel=0.01)
+    sharded = forecast(optimizer=OPTIMIZER, strategy="zero2", devices=2)
+    assert sharded.bytes_by_kind[Kind.OPTIMIZER_STATE] == pytest.approx(num_bytes / 2, rel=0.01)
