@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.parts import is_sharded
+from roomier.checkpoint.boxes import is_sharded
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import Form, FormError, anything, count, items, list_of, one_of, place_of, text
 from roomier.core.forms import fields as form_of_fields
