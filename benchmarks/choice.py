@@ -1,5 +1,12 @@
 """``python -m benchmarks choice``: the choice of ``strategy="auto"``, compared with measurements of all plans that
-fit."""
+fit.
+
+Each rank is a process ``python -m benchmarks.choice FOLDER SETTINGS``. Every plan runs alone for two warm-up steps, one
+step under the memory tracker, and three timed steps. The budget is between the smallest and the largest measured peak,
+and ``auto`` chooses a plan for this budget. The chosen plan and the fast plans that fit are then built again and timed
+in alternating turns. If each of many plans is measured only once, the fastest measurement is partly due to chance.
+Therefore, the leading plans are timed in additional turns, and only these turns are used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""``python -m benchmarks strategies``: memory and step time of each strategy, compared with PyTorch DDP."""
+"""``python -m benchmarks strategies``: memory and step time of each strategy, compared with PyTorch DDP.
+
+Each rank is a process ``python -m benchmarks.strategies FOLDER SETTINGS``. Memory and time are measured separately,
+because the memory tracker slows down the steps. On the CPU, both measurements use the same models and optimizers. If
+the models of all strategies do not fit into memory at the same time, they are recreated for each turn. The collectives
+of a step are also measured without computation, on buffers with the sizes of the model's weights.
+"""
 
 from __future__ import annotations
 

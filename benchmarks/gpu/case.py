@@ -1,4 +1,8 @@
-"""``python -m benchmarks gpu``: memory, speed and copies on an accelerator, in parts that can be repeated."""
+"""``python -m benchmarks gpu``: memory, speed and copies on an accelerator, in parts that can be repeated.
+
+Each part runs in a process ``python -m benchmarks.gpu.case SETTINGS``. The results file has one JSON object per line.
+Each line is appended when its values are known.
+"""
 
 from __future__ import annotations
 

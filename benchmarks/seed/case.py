@@ -1,6 +1,7 @@
 """``python -m benchmarks seed NAME``: the table of an article, with measured, published and forecast values.
 
-With ``--json``, each row is one line:
+Each training runs in processes ``python -m benchmarks.seed.case SETTINGS``, in which the Trainer runs as in a user's
+script and starts the other ranks. With ``--json``, each row is one line:
 
 - ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: settings of the training run; ``num_parameters``,
   ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training run;
