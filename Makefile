@@ -83,7 +83,7 @@ DEVICE_TESTS := tests/device/test_real_device.py
 gpu: install
 	@failed=0; \
 	ROOMIER_TEST_ACCELERATOR=$(ACCELERATOR) timeout 180 $(BIN)/python -m pytest $(DEVICE_TESTS) || failed=1; \
-	$(BIN)/roomier bench gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
+	$(BIN)/python -m benchmarks gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
 	exit $$failed
 
 lint: install

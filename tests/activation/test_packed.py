@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from roomier import Trainer
-from roomier.models.deepspeech import DeepSpeech, DeepSpeechConfig
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

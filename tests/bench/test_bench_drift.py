@@ -1,4 +1,4 @@
-"""``roomier bench drift``, on a small git repository whose commits print different results."""
+"""``python -m benchmarks drift``, on a small git repository whose commits print different results."""
 
 import argparse
 import io
@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import drift
+from benchmarks import drift
 from roomier.core.errors import RoomierError
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
 version, log = {version!r}, Path({log!r})
-log.write_text(log.read_text() + f"{{version}} {{' '.join(sys.argv[2:])}}\\n")
+words = sys.argv[1:] if version == 2 else sys.argv[2:]  # the first commit has the verb "bench"
+log.write_text(log.read_text() + f"{{version}} {{' '.join(words)}}\\n")
 if "--fail" in sys.argv:
     sys.exit("this option is unknown")
-if sys.argv[2] == "overhead":
+if words[0] == "overhead":
     result = {{"case": "overhead", "overhead_us": 40.0 + version, "overhead_cpu_us": 30.0, "calls_per_step": 50,
                "lightning": {{"overhead_us": 400.0}}}}
 else:
@@ -34,17 +35,16 @@ print(json.dumps(result))
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A repository with versions 1 and 2 of a program, and the file to which each run appends a line."""
     folder, log = tmp_path / "repository", tmp_path / "log"
-    package = folder / "src" / "roomier"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
     log.touch()
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.com"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    for version in (1, 2):
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    for version, package in ((1, folder / "src" / "roomier"), (2, folder / "benchmarks")):
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
         (package / "__main__.py").write_text(PROGRAM.format(version=version, log=str(log)))
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "--quiet", "-m", str(version)], check=True)
-    monkeypatch.setattr(drift, "_SOURCES", folder / "src")
+    monkeypatch.setattr(drift, "_ROOT", folder)
     return folder, log
 
 

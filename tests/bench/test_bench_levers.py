@@ -1,4 +1,4 @@
-"""``roomier bench levers --json`` as a command, with a model that is too small for meaningful times."""
+"""``python -m benchmarks levers --json`` as a command, with a model that is too small for meaningful times."""
 
 import dataclasses
 import json
@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from roomier.bench import levers
-from roomier.bench.lever_report import markdown
-from roomier.bench.lever_rows import BERT_SIZES, ROWS, keywords_of
+from benchmarks import levers
+from benchmarks.lever_rows import BERT_SIZES, ROWS, keywords_of
+from benchmarks.levers import markdown
 from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
 
-COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "levers", "--json"]
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "benchmarks", "levers", "--json"]
 
 
 def run(levers: str, folder: Path) -> dict[str, Any]:
     words = ["--model", "bert-tiny", "--seq-len", "64", "--steps", "1", "--repeats", "1", "--threads", "1"]
     words += ["--levers", levers, "--output", str(folder)]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return {**found, "folder": words[-1], "errors": done.stderr}
@@ -66,7 +67,7 @@ def test_the_report_is_written(result: dict[str, Any]) -> None:
     text = (folder / "levers.md").read_text()
     assert text == markdown(result)
     assert text.count("| vanilla |") == 2
-    assert "roomier bench levers" in text
+    assert "python -m benchmarks levers" in text
 
 
 @pytest.mark.parametrize(("device_type", "mode"), [("cpu", "bf16-mixed"), ("cuda", "16-mixed")])

@@ -1,4 +1,4 @@
-"""``roomier bench optimizers``: a short run of the command, and a run of full length (slow)."""
+"""``python -m benchmarks optimizers``: a short run of the command, and a run of full length (slow)."""
 
 import argparse
 import io
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import optimizers
+from benchmarks import optimizers
 from roomier.core.errors import RoomierError
 
 pytestmark = pytest.mark.more

@@ -1,4 +1,4 @@
-"""``roomier bench overhead --json``: the tests read its complete standard output."""
+"""``python -m benchmarks overhead --json``: the tests read its complete standard output."""
 
 import io
 import statistics
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import overhead
+from benchmarks import overhead
 
 STEPS, REPEATS = 200, 1
 
@@ -53,7 +53,7 @@ def test_the_measured_trainer_has_default_settings(result: dict[str, Any]) -> No
 
 def test_a_result_contains_machine_commit_and_command(result: dict[str, Any]) -> None:
     assert result["case"] == "overhead"
-    assert result["command"].endswith(f"bench overhead --json --steps {STEPS} --repeats {REPEATS}")
+    assert result["command"].endswith(f"-m benchmarks overhead --json --steps {STEPS} --repeats {REPEATS}")
     assert {"torch", "roomier", "python", "commit", "has_uncommitted_changes", "measured_at"} <= set(result)
     assert result["machine"]["num_cores"] >= 1
     assert result["machine"]["cpu"]

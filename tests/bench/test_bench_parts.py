@@ -10,13 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from roomier.bench import calls, machine, timing
-from roomier.bench.cases import CASES
+from benchmarks import calls, machine, timing
+from benchmarks.__main__ import main
+from benchmarks.cases import CASES, load
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_implements_the_protocol(name: str) -> None:
-    case = CASES[name].load()
+    case = load(name)
     assert callable(case.add_arguments)
     assert callable(case.measure)
     assert callable(case.table)
@@ -132,13 +133,32 @@ def test_only_calls_into_the_library_are_counted(library: ModuleType) -> None:
     assert sys.getprofile() is None
 
 
-def test_calls_can_exclude_a_part_of_the_library(library: ModuleType) -> None:
-    folder = calls.folder_of(library)
-    count = calls.CallCount((folder,), first=5, last=15, exclude=folder)
-    library.fit(lambda index: count(index))
-    assert count.num_calls == 0
-
-
 def test_a_package_outside_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
     assert machine.commit() == {"commit": None, "has_uncommitted_changes": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["overhed"], ["benchmark='overhed'", "Did you mean 'overhead'?"]),
+        (["overhead", "--step", "3"], ["unrecognized arguments: --step 3", "python -m benchmarks overhead --help"]),
+        (["overhead", "--steps", "x"], ["'x' must be an integer of at least 200"]),
+        (["overhead", "--repeats", "0"], ["'0' must be an integer of at least 1"]),
+    ],
+)
+def test_invalid_word_gives_one_message_and_exit_code_2(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("benchmarks: error: ")
+    assert output.err.count("\n") == 1
+    for text in expected:
+        assert text in output.err
+
+
+def test_the_command_lists_its_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "overhead" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``roomier bench seed``: options, forecasts, and training runs of the tiny sizes."""
+"""``python -m benchmarks seed``: options, forecasts, and training runs of the tiny sizes."""
 
 import argparse
 import io
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench.seed import case
-from roomier.bench.seed.configurations import configurations_of
-from roomier.bench.seed.models import MODELS
-from roomier.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.seed import case
+from benchmarks.seed.case import configurations_of
+from benchmarks.seed.models import MODELS
 from roomier.core.errors import RoomierError
 
 MINGPT = "--n_layer 15 --n_head 16 --n_embd 3072 --gpus 8 --precision 16 --limit_train_batches 128 --batch_size 1"
@@ -28,10 +28,11 @@ def options_of(words: str) -> argparse.Namespace:
 
 
 def lines_of(words: str) -> list[dict[str, Any]]:
-    """Return the lines that ``roomier bench seed`` prints with ``--json``."""
+    """Return the lines that ``python -m benchmarks seed`` prints with ``--json``."""
+    arguments = ["seed", "--json", *words.split()]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(sys, "argv", ["roomier", "bench", "seed", "--json", *words.split()])
-        assert main() == 0
+        patch.setattr(sys, "argv", ["__main__.py", *arguments])
+        assert main(arguments) == 0
     return [json.loads(line) for line in printed.getvalue().splitlines()]
 
 

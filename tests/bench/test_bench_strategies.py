@@ -1,4 +1,4 @@
-"""``roomier bench strategies --json``, with a model that is too small for meaningful times."""
+"""``python -m benchmarks strategies --json``, with a model that is too small for meaningful times."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import rank_processes, strategies
+from benchmarks import rank_processes, strategies
 from roomier.core.errors import RoomierError
 
 pytestmark = pytest.mark.more

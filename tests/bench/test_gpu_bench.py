@@ -1,4 +1,4 @@
-"""``roomier bench gpu`` with tiny models on the CPU: its results file, and parts that fail or take too long."""
+"""``python -m benchmarks gpu`` with tiny models on the CPU: its results file, and parts that fail or take too long."""
 
 import argparse
 import json
@@ -15,15 +15,15 @@ import psutil
 import pytest
 from rich.console import Console
 
-from roomier.bench.gpu import case
-from roomier.bench.gpu.parts import PARTS, Part, Setting
-from roomier.bench.gpu.results import KEY, Results, default_path, facts_of
-from roomier.bench.gpu.worker import measure_part
-from roomier.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.gpu import case
+from benchmarks.gpu.case import KEY, Results, default_path, facts_of, measure_part
+from benchmarks.gpu.parts import PARTS, Part, Setting
 from roomier.core.errors import RoomierError
 
-ROOMIER = str(Path(sys.executable).with_name("roomier"))
-FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "roomier bench gpu"}
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "benchmarks"]
+FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "python -m benchmarks gpu"}
 SETTING = Setting("tiny", "cpu")
 # The other parts run in ``make test-more`` on the simulated accelerator (tests/device/test_simulated_plugin.py).
 QUICK_PARTS = ("copies", "mfu", "overhead")
@@ -37,8 +37,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_parts(names: Sequence[str], out: Path) -> dict[str, Any]:
-    words = ["bench", "gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(names)]
-    done = subprocess.run([ROOMIER, *words, "--out", str(out)], capture_output=True, text=True)
+    words = ["gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(names)]
+    done = subprocess.run([*COMMAND, *words, "--out", str(out)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return found
@@ -76,7 +76,7 @@ def test_each_line_contains_machine_commit_and_command(result: dict[str, Any], o
     assert [each["part"] for each in lines if each["record"] == "end"] == list(QUICK_PARTS)
     for each in lines:
         assert {*KEY, "commit", "machine", "command", "measured_at", "device_type", "status", "took_s"} <= set(each)
-        assert each["command"].startswith("roomier bench gpu --json --size tiny")
+        assert each["command"].startswith("python -m benchmarks gpu --json --size tiny")
         assert (each["device_type"], each["num_devices"], each["size"]) == ("cpu", 1, "tiny")
 
 
@@ -141,7 +141,7 @@ def test_a_repetition_skips_completed_parts(
 ) -> None:
     before = out.read_bytes()
     monkeypatch.setattr(case, "_run", lambda *arguments: pytest.fail("a completed part was repeated"))
-    words = ["bench", "gpu", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(QUICK_PARTS)]
+    words = ["gpu", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(QUICK_PARTS)]
     assert main([*words, "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert out.read_bytes() == before
@@ -249,7 +249,7 @@ def test_a_failing_part_is_recorded_and_the_others_run(
     parts_with_failures: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.jsonl"
-    assert main(["bench", "gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--out", str(path)]) == 1
+    assert main(["gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--out", str(path)]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["failed"] == ["broken_part", "endless_part"]
     parts = found["parts"]

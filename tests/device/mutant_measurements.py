@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import roomier.bench.gpu.copies as copies_part
-import roomier.bench.gpu.mfu as mfu_part
-import roomier.bench.raw_collectives
+import benchmarks.gpu.copies as copies_part
+import benchmarks.gpu.mfu as mfu_part
+import benchmarks.strategies
 import roomier.planner.hardware.measure
 import roomier.planner.hardware.rank_worker
 import roomier.techniques.activation.profile
-from roomier.bench.lever_worker import Measurement
-from roomier.bench.seed.worker import StepTimes
-from roomier.bench.strategy_ranks import Strategy
+from benchmarks.lever_worker import Measurement
+from benchmarks.seed.case import StepTimes
+from benchmarks.strategies import Strategy
 from roomier.callbacks.throughput import Throughput
 from roomier.core.device import capability
 from roomier.core.device.streams import synchronize, timed_event
@@ -50,7 +50,7 @@ def measured_ranks() -> list[Any]:
 
 
 def measured_collectives() -> list[Any]:
-    roomier.bench.raw_collectives._seconds(pending, device())
+    benchmarks.strategies._seconds(pending, device())
     return []
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import roomier.bench.raw_collectives
+import benchmarks.strategies
 import roomier.planner.hardware.measure
 import roomier.planner.hardware.rank_worker
 import roomier.techniques.activation.profile
@@ -254,9 +254,9 @@ def timed_pairwise_on_the_host() -> list[Any]:
             return SimpleNamespace(wait=lambda: waited.append(True))
 
     unit = SimpleNamespace(weights=[torch.empty(4, 2)], gathered_dtype=torch.float32)
-    with mock.patch.object(roomier.bench.raw_collectives, "PairwiseAllGather", Gather), warnings.catch_warnings():
+    with mock.patch.object(benchmarks.strategies, "PairwiseAllGather", Gather), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives
-        roomier.bench.raw_collectives.time_collectives([unit], torch.device("cpu"))  # type: ignore[list-item]
+        benchmarks.strategies.time_collectives([unit], torch.device("cpu"))  # type: ignore[list-item]
     return [*waited]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from roomier import Module, Trainer
 from roomier.callbacks import prediction_writer
 from roomier.callbacks.early_stopping import EarlyStopping
@@ -24,7 +25,6 @@ from roomier.checkpoint.tensor_file import bytes_of
 from roomier.core.device import rng
 from roomier.core.ranks import Ranks
 from roomier.core.wire import encode
-from roomier.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from roomier.plan.parts import AdapterPlan
 from roomier.planner import workload
 from roomier.planner.fake import known_values, shapes

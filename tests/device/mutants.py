@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import benchmarks
 import roomier
 from tests.device import mutant_measurements as measurements
 from tests.device import mutant_programs as programs
@@ -93,18 +94,18 @@ DETECTED: dict[str, str] = {
     "roomier.techniques.activation.copies:Visit.arrive | copies.wait(self._mark)": "offload",
     "roomier.techniques.activation.copies:Visit.leave | copies.wait(self._mark)": "offload",
     "roomier.techniques.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
-    "roomier.bench.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
-    "roomier.bench.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
-    "roomier.bench.gpu.copies:_copy_s | synchronize(device) #2": "bandwidth",
-    "roomier.bench.gpu.mfu:_turn_s | synchronize(device)": "turn",
-    "roomier.bench.gpu.mfu:_turn_s | synchronize(device) #2": "turn",
-    "roomier.bench.lever_worker:Measurement._measure | synchronize(device)": "lever",
-    "roomier.bench.raw_collectives:time_collectives | gather(*each, group).wait()": "timed pairwise",
-    "roomier.bench.raw_collectives:_seconds | synchronize(device)": "collectives",
-    "roomier.bench.raw_collectives:_seconds | synchronize(device) #2": "collectives",
-    "roomier.bench.seed.worker:StepTimes.on_train_batch_end | synchronize(self._device)": "step times",
-    "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device)": "strategy",
-    "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device) #2": "strategy",
+    "benchmarks.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
+    "benchmarks.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
+    "benchmarks.gpu.copies:_copy_s | synchronize(device) #2": "bandwidth",
+    "benchmarks.gpu.mfu:_turn_s | synchronize(device)": "turn",
+    "benchmarks.gpu.mfu:_turn_s | synchronize(device) #2": "turn",
+    "benchmarks.lever_worker:Measurement._measure | synchronize(device)": "lever",
+    "benchmarks.strategies:time_collectives | gather(*each, group).wait()": "timed pairwise",
+    "benchmarks.strategies:_seconds | synchronize(device)": "collectives",
+    "benchmarks.strategies:_seconds | synchronize(device) #2": "collectives",
+    "benchmarks.seed.case:StepTimes.on_train_batch_end | synchronize(self._device)": "step times",
+    "benchmarks.strategies:Strategy.time_turn | synchronize(self._device)": "strategy",
+    "benchmarks.strategies:Strategy.time_turn | synchronize(self._device) #2": "strategy",
     "roomier.callbacks.early_stopping:EarlyStopping.load_state_dict | state_dict['best_score'].cpu()": "early stopping",
     "roomier.callbacks.prediction_writer:_save | tensor.detach().cpu()": "written predictions",
     "roomier.callbacks.spike_guard:SpikeGuard._read | torch.stack(figures).cpu()": "spike guard",
@@ -143,8 +144,8 @@ DETECTED: dict[str, str] = {
     "roomier.planner.hardware.measure:seconds_of | synchronize(device) #2": "seconds",
     "roomier.planner.hardware.rank_worker:_repeated | synchronize(device)": "ranks",
     "roomier.planner.hardware.rank_worker:_repeated | synchronize(device) #2": "ranks",
-    "roomier.models.deepspeech:DeepSpeech.forward | num_frames.cpu()": "speech",
-    "roomier.models.deepspeech:DeepSpeech.forward | num_letters.cpu()": "speech",
+    "benchmarks.models.deepspeech:DeepSpeech.forward | num_frames.cpu()": "speech",
+    "benchmarks.models.deepspeech:DeepSpeech.forward | num_letters.cpu()": "speech",
     "roomier.techniques.offload.memory:DeviceMemory.free | self._owner.wait_event(self._copied)": "parameters",
     "roomier.techniques.offload.memory:DeviceMemory._copy | "
     "self._stream.wait_stream(computing_stream(self._device))": "parameters",
@@ -189,8 +190,8 @@ EQUIVALENT: dict[str, str] = {
     "roomier.core.device.capability:_use_streams | "
     "event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
     "roomier.core.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
-    "roomier.models.deepspeech:DeepSpeech.forward | self.num_steps(num_frames).cpu()": "Packed sequences accept only "
-    "lengths in host memory, so torch raises an error without the copy. The simulated accelerator copies them itself.",
+    "benchmarks.models.deepspeech:DeepSpeech.forward | self.num_steps(num_frames).cpu()": "Packed sequences accept "
+    "only lengths in host memory, so torch raises an error without the copy. The simulated accelerator copies them.",
     "roomier.checkpoint.export.adapter:_as_in_peft | "
     "a.detach().cpu()": "Both factors of a layer are on one device, and both "
     "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
@@ -199,9 +200,9 @@ EQUIVALENT: dict[str, str] = {
 # Calls that have the name of a synchronization, but wait for processes or threads. These calls do not order any work of
 # a device.
 OF_THE_HOST = {
-    "roomier.bench.gpu.case:run_with_limit | process.wait(limit_s)",
-    "roomier.bench.gpu.case:_kill_session | process.wait()",
-    "roomier.bench.rank_processes:_wait | each.wait()",
+    "benchmarks.gpu.case:run_with_limit | process.wait(limit_s)",
+    "benchmarks.gpu.case:_kill_session | process.wait()",
+    "benchmarks.rank_processes:_wait | each.wait()",
     "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
     "roomier.core.ranks:close_connections | work.wait(timedelta(milliseconds=1))",
     "roomier.planner.hardware.measuring:_run_ranks | process.wait()",
@@ -219,8 +220,8 @@ OF_THE_HOST = {
 
 
 def of_roomier() -> Iterator[str]:
-    """Yield the synchronizations of all modules of roomier."""
-    folder = Path(roomier.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        parts = file.relative_to(folder.parent).with_suffix("").parts
-        yield from synchronizations(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    """Yield the synchronizations of all modules of roomier and the benchmarks."""
+    for folder in (Path(roomier.__file__).parent, Path(benchmarks.__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder.parent).with_suffix("").parts
+            yield from synchronizations(".".join(parts[:-1] if parts[-1] == "__init__" else parts))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.planner import forecast_of_allocator
 from roomier import Callback, RoomierError
-from roomier.bench.gpu.planner import forecast_of_allocator
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.memory import allocated_bytes, peak_allocated_bytes, reset_peaks
 from roomier.core.device.resolve import resolve_device

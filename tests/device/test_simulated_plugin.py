@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roomier.bench.gpu.parts import PARTS
+from benchmarks.gpu.parts import PARTS
 from tests.device.test_real_device import LEVERS
 from tests.simulator.build import missing_requirement
 
@@ -26,13 +26,13 @@ def environment() -> dict[str, str]:
     reason = missing_requirement()
     if reason is not None:
         pytest.skip(reason)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PLUGIN), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PLUGIN, ROOT / "src", ROOT))), "OMP_NUM_THREADS": "1"}
 
 
 def test_the_benchmark_for_gpus_completes_all_parts(environment: dict[str, str], tmp_path: Path) -> None:
-    words = ["bench", "gpu", "--json", "--size", "tiny", "--accelerator", "simulated", "--out", str(tmp_path / "out")]
-    roomier = Path(sys.executable).with_name("roomier")
-    done = subprocess.run([roomier, *words], capture_output=True, text=True, env=environment)
+    words = ["gpu", "--json", "--size", "tiny", "--accelerator", "simulated", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "benchmarks", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert {name: part["status"] for name, part in found["parts"].items()} == dict.fromkeys(PARTS, "complete")

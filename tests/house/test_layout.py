@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "src" / "roomier").rglob("*.py"))
+SOURCES = sorted(path for folder in ("src/roomier", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 TORCH_PRIVATE = {
     ROOT / "src" / "roomier" / name
     for name in ("core/torch_private.py", "core/torch_fake.py", "core/torch_offload.py", "data/torch_loaders.py")

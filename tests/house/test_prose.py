@@ -14,7 +14,7 @@ import pytest
 import roomier
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "src" / "roomier").rglob("*.py"))
+SOURCES = sorted(path for folder in ("src/roomier", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|:\w+:|https?://\S+", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.:!?]) +")
@@ -75,7 +75,7 @@ def files_of(group: str) -> list[Path]:
     return [path for path in (ROOT / group).rglob("*.py") if path != Path(__file__)]
 
 
-@pytest.mark.parametrize("group", ["docs", "src", "tests", "examples"])
+@pytest.mark.parametrize("group", ["docs", "src", "benchmarks", "tests", "examples"])
 def test_habits_are_rare(group: str) -> None:
     texts = [(path, piece) for path in files_of(group) for piece in text_of(path)]
     sentences = [(path, sentence) for path, piece in texts for sentence in SENTENCE_END.split(piece)]
@@ -109,7 +109,7 @@ def public_symbols_without_docstring(path: Path, documented: set[str]) -> Iterat
     contract of the base class or the Protocol.
     """
     tree = ast.parse(path.read_text())
-    name = path.relative_to(ROOT / "src").as_posix()
+    name = path.relative_to(ROOT).as_posix()
     if tree.body and ast.get_docstring(tree) is None:
         yield name
     scopes: list[tuple[str, list[ast.stmt], bool]] = [("", tree.body, False)]

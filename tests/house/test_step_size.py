@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import roomier
-from roomier.bench import toy
-from roomier.bench.calls import folder_of
-from roomier.bench.timing import muted
+from benchmarks import toy
+from benchmarks.calls import folder_of
+from benchmarks.timing import muted
 from roomier.trainer import Trainer
 
 PACKAGE = folder_of(roomier)
@@ -23,11 +23,11 @@ FIRST, LAST = 50, 150
 
 @contextmanager
 def counted(count: Callable[[FrameType, str], None], *, opcodes: bool = False) -> Iterator[None]:
-    """Call ``count`` with each event in a frame of roomier outside its benchmarks."""
+    """Call ``count`` with each event in a frame of roomier."""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(PACKAGE) or path.startswith(PACKAGE + "bench"):
+        if not path.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = opcodes, False
         count(frame, event)

@@ -164,7 +164,6 @@ def test_blocks_are_searched_in_few_places() -> None:
     """The engine searches the blocks for all techniques, and the planner searches the blocks of each shape copy."""
     calls = {name: sum(1 for _ in calls_of("find_blocks", tree)) for name, tree in TREES.items()}
     assert {name: number for name, number in calls.items() if number} == {
-        "bench/strategy_ranks.py": 1,
         "checkpoint/module.py": 1,
         "engine/facts.py": 1,
         "planner/memory/predict.py": 1,

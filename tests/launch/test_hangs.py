@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import roomier
-from roomier.bench.calls import CallCount, folder_of
+from benchmarks.calls import CallCount, folder_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.launch.environment import RANK_VARIABLES

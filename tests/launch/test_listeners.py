@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import roomier
-from roomier.bench.rank_processes import run_on_ranks
+from benchmarks.rank_processes import run_on_ranks
 from roomier.core.errors import RoomierError
 from roomier.core.loopback import is_loopback, keep_on_loopback
 from roomier.core.world import World

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from roomier.bench.planner_cases import Case
-from roomier.bench.planner_ranks import run
+from benchmarks.planner import Case, run
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from tests.ranks.pool import RankPool

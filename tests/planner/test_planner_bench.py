@@ -1,4 +1,4 @@
-"""``roomier bench planner``: its sample of plans, and the content of its result."""
+"""``python -m benchmarks planner``: its sample of plans, and the content of its result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import planner
-from roomier.bench.planner_cases import SETUPS, Case, all_cases, few_cases, some_cases
-from roomier.bench.planner_models import MODELS
-from roomier.bench.planner_ranks import run
+from benchmarks import planner
+from benchmarks.planner import SETUPS, Case, all_cases, few_cases, run, some_cases
+from benchmarks.planner_models import MODELS
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 

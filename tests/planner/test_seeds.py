@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from roomier.bench.seeds import published, row_of
-from roomier.bench.seeds_document import documented_cells, generated_cells, with_current_cells
+from benchmarks.seeds import documented_cells, generated_cells, published, row_of, with_current_cells
 from tests.covering import few
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +85,8 @@ def test_the_document_contains_every_row() -> None:
 
 @pytest.mark.parametrize("what", few([each.what for each in published()], 5))
 def test_the_document_contains_the_current_forecast(what: str) -> None:
-    """If this test fails, run ``roomier bench seeds --update docs/seeds.md`` and check the text of the document."""
+    """If this test fails, run ``python -m benchmarks seeds --update docs/seeds.md`` and check the text of the
+    document."""
     number, verdict = documented_cells(DOCUMENT.read_text())[what]
     expected, fits = generated_cells(forecast(what))
     assert verdict == fits

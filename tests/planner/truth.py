@@ -1,5 +1,5 @@
-"""The measured peak of a step, from ``roomier bench planner``."""
+"""The measured peak of a step, from ``python -m benchmarks planner``."""
 
-from roomier.bench.planner_truth import measured_peak, measured_step
+from benchmarks.planner import measured_peak, measured_step
 
 __all__ = ["measured_peak", "measured_step"]

@@ -43,7 +43,7 @@ VERBS = {
     "report": Verb("compare the forecast of a run with its measurement", "roomier.cli.report_verb"),
     "export": Verb("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
     "hardware": Verb("measure this machine, for planning", "roomier.cli.hardware_verb"),
-    "bench": Verb("run a benchmark of roomier", "roomier.cli.bench_verb"),
+    "bench": Verb("show the command that runs a benchmark", "roomier.cli.bench_verb"),
 }
 
 
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after ``roomier``; by default the arguments of this process.
 
     Returns:
-        The exit code of the verb: 0, or 1 if ``plan`` finds no plan that fits or a part of ``bench`` fails. 2 after a
-        RoomierError, which is printed to standard error.
+        The exit code of the verb: 0, or 1 if ``plan`` finds no plan that fits. 2 after a RoomierError, which is printed
+        to standard error, and after ``bench``, which runs nothing.
 
     Raises:
         SystemExit: a signal terminated a run after its state was saved. In this case, the exit code is 128 plus the

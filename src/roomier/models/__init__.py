@@ -1,1 +1,1 @@
-"""Reference models in plain ``torch.nn`` for the examples and benchmarks."""
+"""GPT in plain ``torch.nn``, for plans without a model of your own and for examples."""

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks NAME`` runs one benchmark and prints its results."""

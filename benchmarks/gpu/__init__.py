@@ -1,0 +1,1 @@
+"""``python -m benchmarks gpu``: measurements of an accelerator in several parts."""

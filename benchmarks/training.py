@@ -1,0 +1,88 @@
+"""Modules and optimizer steps that several benchmarks use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from roomier.api.module import Module
+from roomier.core.log import quiet
+from roomier.core.ranks import Ranks
+from roomier.engine.build import build
+from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
+from roomier.plan import Plan
+from roomier.planner.memory.tracker import MemoryTracker, tracking
+
+
+class Trained(Module):
+    """Module for a network that returns outputs and a loss.
+
+    Args:
+        network: the network. A batch contains its arguments.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
+        loss: Tensor = self.network(*batch)[1]
+        return loss
+
+
+def ignore(phase: str) -> None:
+    """Do nothing at the start of a phase of a step."""
+
+
+def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None) -> EagerEngine:
+    """Return the engine of ``plan`` for ``module``, without messages."""
+    with quiet():
+        engine, _ = build(
+            plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), EagerEngine, ranks or Ranks()
+        )
+    return engine
+
+
+class Steps:
+    """Optimizer steps of a plan.
+
+    Args:
+        plan: the plan.
+        module: the module, which the steps train.
+        batches: micro-batches of each step.
+        ranks: the ranks of the run. Default: one rank.
+        num_warmup: number of steps to run immediately.
+    """
+
+    def __init__(
+        self, plan: Plan, module: Module, batches: Sequence[Any], ranks: Ranks | None = None, num_warmup: int = 0
+    ) -> None:
+        self.engine = engine_of(plan, module, ranks)
+        self.module = module
+        self._batches = batches
+        self._num_ranks = 1 if ranks is None else ranks.world.size
+        for _ in range(num_warmup):
+            self.step()
+
+    def step(self, enter: Callable[[str], None] = ignore) -> Tensor:
+        """Run one step, call ``enter`` at the start of each phase, and return the mean loss of the samples of this
+        rank."""
+        enter("forward")
+        loss = self.engine.forward_backward(self._loss_of, list(self._batches))
+        enter("update")
+        self.engine.step()
+        assert loss is not None
+        return loss * self._num_ranks
+
+    def _loss_of(self, batch: Any, index: int) -> Tensor:
+        loss = self.module.training_step(batch, 0)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def tracked(self) -> AbstractContextManager[MemoryTracker]:
+        """Track the memory of the steps in this context."""
+        return tracking(self.engine)

@@ -1,1 +1,0 @@
-"""Benchmarks: ``roomier bench NAME`` runs one benchmark and prints its results."""

@@ -1,1 +1,0 @@
-"""``roomier bench gpu``: measurements of an accelerator in several parts."""

@@ -1,1 +1,0 @@
-"""``roomier bench seed``: the models of four articles, trained on synthetic data under the settings of the articles."""
