@@ -16,7 +16,7 @@ from roomier.core.errors import TrainingError
 from roomier.core.torch_private import version_of
 from roomier.techniques.activation import stages
 from roomier.techniques.activation.block_forward import Keep
-from roomier.techniques.activation.profile import Call, Interception
+from roomier.techniques.activation.profile import Call, InterceptionTime
 from tests.activation.budgets import (
     Language,
     Net,
@@ -49,7 +49,7 @@ def equal_blocks_take_equal_time() -> Iterator[None]:
         yield
 
 
-def count_operations(call: Call, keep: Keep, interception: Interception) -> int:
+def count_operations(call: Call, keep: Keep, interception: InterceptionTime) -> int:
     num_products = len(call.product_spans)
     return 1000 * {Keep.INPUT: 30, Keep.PRODUCTS: 30 - num_products, Keep.ALL: 0}[keep]
 

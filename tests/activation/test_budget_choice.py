@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes, peak_bytes
+from roomier.techniques.activation.budget_choice import SavingOption, Stage, choose, least_peak_bytes, peak_bytes
 from tests.covering import few
 
 
 def random_stages(draw: random.Random, num_stages: int, num_options: int) -> list[Stage]:
     stages = []
     for _ in range(num_stages):
-        least = Option(0, draw.randrange(100, 160), draw.randrange(20, 40))
+        least = SavingOption(0, draw.randrange(100, 160), draw.randrange(20, 40))
         others = [
-            Option(draw.randrange(-5, 40), draw.randrange(90, 160), draw.randrange(0, 30))
+            SavingOption(draw.randrange(-5, 40), draw.randrange(90, 160), draw.randrange(0, 30))
             for _ in range(num_options - 1)
         ]
         stages.append(Stage((least, *others), draw.randrange(80, 200)))
@@ -47,7 +47,7 @@ def test_no_other_choice_loses_less_time(seed: int) -> None:
 
 
 def test_later_blocks_are_preferred_among_equal_blocks() -> None:
-    options = (Option(0, 100, 10), Option(10, 100, 0))
+    options = (SavingOption(0, 100, 10), SavingOption(10, 100, 0))
     stages = [Stage(options, 100)] * 6
     assert choose(stages, 100) == [0, 0, 0, 0, 0, 0]
     assert choose(stages, 130) == [0, 0, 0, 1, 1, 1]
@@ -55,7 +55,7 @@ def test_later_blocks_are_preferred_among_equal_blocks() -> None:
 
 
 def test_a_peak_inside_a_block_includes_only_previous_blocks() -> None:
-    options = (Option(0, 100, 10), Option(10, 100, 0))
+    options = (SavingOption(0, 100, 10), SavingOption(10, 100, 0))
     stages = [Stage(options, 50)] * 6
     # The last block can save all activations, because all of them exist during its backward in any case.
     assert choose(stages, 100) == [0, 0, 0, 0, 0, 1]
@@ -75,7 +75,11 @@ def test_the_choice_for_a_hundred_blocks_is_fast(are_equal: bool) -> None:
         kept, products, block_ns = (3 * gib, gib, 50_000_000) if are_equal else (
             draw.randrange(2 * gib, 4 * gib), draw.randrange(gib // 2, gib), draw.randrange(10**7, 10**8)
         )  # fmt: skip
-        options = (Option(0, 10 * gib, block_ns), Option(products, 10 * gib, block_ns // 3), Option(kept, 10 * gib, 0))
+        options = (
+            SavingOption(0, 10 * gib, block_ns),
+            SavingOption(products, 10 * gib, block_ns // 3),
+            SavingOption(kept, 10 * gib, 0),
+        )
         stages.append(Stage(options, 12 * gib))
     start_s = time.process_time()
     choice = choose(stages, 150 * gib)

@@ -22,9 +22,16 @@ from roomier.core.torch_private import seen_as_saved
 from roomier.engine.eager import EagerEngine
 from roomier.techniques.activation import budget, recompute
 from roomier.techniques.activation.block_forward import Keep
-from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.techniques.activation.budget_choice import (
+    SavingOption,
+    Stage,
+    choose,
+    least_peak_bytes,
+    lost_ns,
+    peak_bytes,
+)
+from roomier.techniques.activation.copies import Copies, CopyTimes, Offload, StreamCopies
 from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.activation.offload import Copies, CopyTimes, Offload, StreamCopies
 from roomier.techniques.activation.profile import Call
 from roomier.techniques.activation.stages import MOVED, WAYS, moved_ns
 from tests.activation.budgets import (
@@ -271,15 +278,15 @@ def test_a_device_that_uses_host_memory_is_rejected(make_trainer: Callable[..., 
 
 
 def moved_stages(draw: random.Random, sizes: Sequence[int]) -> list[Stage]:
-    stages = [Stage((Option(0, draw.randrange(50, 150), 0),), draw.randrange(50, 150))]
+    stages = [Stage((SavingOption(0, draw.randrange(50, 150), 0),), draw.randrange(50, 150))]
     for _ in range(draw.randrange(1, 6)):
         size, given = draw.choice(sizes), draw.randrange(0, 5)
         kept, rise = max(size - given, 0), draw.randrange(90, 160)
         options = (
-            Option(0, rise, draw.randrange(20, 40)),
-            Option(draw.randrange(0, 20), rise, draw.randrange(5, 25)),
-            Option(kept, rise, 0),
-            Option(draw.randrange(0, 3), rise + given, draw.randrange(1, 30), size, draw.choice([1, 1, 1, 2])),
+            SavingOption(0, rise, draw.randrange(20, 40)),
+            SavingOption(draw.randrange(0, 20), rise, draw.randrange(5, 25)),
+            SavingOption(kept, rise, 0),
+            SavingOption(draw.randrange(0, 3), rise + given, draw.randrange(1, 30), size, draw.choice([1, 1, 1, 2])),
         )
         stages.append(Stage(options, draw.randrange(80, 160)))
     return stages
@@ -317,7 +324,9 @@ def test_two_calls_on_the_device_never_exceed_the_bound(seed: int) -> None:
     num_calls = [order.count(block) for block in range(num_blocks)]
 
     def counted(last: int) -> int:
-        options = [Option(0, 0, 0, sizes[each], num_calls[each] if sizes[each] else 0) for each in range(last + 1)]
+        options = [
+            SavingOption(0, 0, 0, sizes[each], num_calls[each] if sizes[each] else 0) for each in range(last + 1)
+        ]
         return peak_bytes([Stage((option,), 0) for option in options], [0] * len(options))
 
     moved: list[int] = []  # positions of the offloaded calls in ``order``
@@ -335,10 +344,10 @@ def test_the_choice_for_a_hundred_unequal_blocks_takes_seconds() -> None:
     for _ in range(100):
         kept, block_ns = draw.randrange(2000, 4000) * mib, draw.randrange(10**7, 10**8)
         options = (
-            Option(0, 10**10, block_ns),
-            Option(kept // 3, 10**10, block_ns // 3),
-            Option(kept, 10**10, 0),
-            Option(0, 10**10, block_ns // 5, kept, 1),
+            SavingOption(0, 10**10, block_ns),
+            SavingOption(kept // 3, 10**10, block_ns // 3),
+            SavingOption(kept, 10**10, 0),
+            SavingOption(0, 10**10, block_ns // 5, kept, 1),
         )
         stages.append(Stage(options, 12 * 10**9))
     start_s = time.process_time()

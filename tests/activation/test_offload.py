@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from roomier.core.wrapped_forward import install, unwrap
 from roomier.engine.compile import compile_blocks
 from roomier.techniques.activation.block_forward import BlockForward, Keep, Recompute
-from roomier.techniques.activation.offload import MIN_BYTES, Copies, Offload, StreamCopies
+from roomier.techniques.activation.copies import MIN_BYTES, Copies, Offload, StreamCopies
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache
 from tests.covering import few

@@ -23,9 +23,9 @@ from roomier.core.errors import TierError
 from roomier.core.wrapped_forward import install, unwrap
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.activation.block_forward import BlockForward, Keep
+from roomier.techniques.activation.copies import Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.activation.offload import Offload
-from roomier.techniques.tiers.regions import GROWTH_BYTES, Region, Regions
+from roomier.techniques.tiers.file_regions import GROWTH_BYTES, FileRegion, Regions
 from roomier.techniques.tiers.scratch import Scratch
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache
@@ -125,7 +125,7 @@ def test_regions_never_overlap(actions: list[tuple[bool, int]]) -> None:
 
     file = File()
     regions = Regions(file)  # type: ignore[arg-type]
-    held: list[Region] = []
+    held: list[FileRegion] = []
     most_bytes = 0
     for frees, number in actions:
         if frees and held:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roomier.techniques.activation import recompute
-from roomier.techniques.activation.offload import Offload
+from roomier.techniques.activation.copies import Offload
 from tests.activation.kinds import KINDS
 from tests.activation.steps import WAYS, Step, assert_equal, recomputed, step_of, use_no_cache
 from tests.covering import few

@@ -19,7 +19,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.techniques.activation import recompute, repeat, selective
 from roomier.techniques.activation.block_forward import BlockForward
-from roomier.techniques.activation.offload import Offload
+from roomier.techniques.activation.copies import Offload
 from tests.activation.kinds import DROPOUT, TOKENS, make_gpt
 from tests.activation.steps import WAYS, assert_equal, recomputed, step_of
 from tests.hugging_face.small import small

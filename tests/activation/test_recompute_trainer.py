@@ -16,7 +16,7 @@ from roomier import Module, Trainer
 from roomier.core.wrapped_forward import WrappedForward
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.activation import recompute
-from roomier.techniques.activation.offload import Offload
+from roomier.techniques.activation.copies import Offload
 from tests.covering import few
 
 Make = Callable[..., Trainer]

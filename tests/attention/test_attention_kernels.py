@@ -19,7 +19,7 @@ from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan.parts import AttentionPlan
 from roomier.techniques.attention.kernels import attention_context
-from roomier.techniques.attention.watch import AttentionReport, AttentionWatch, Call
+from roomier.techniques.attention.watch import AttentionCall, AttentionReport, AttentionWatch
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 TOKENS = torch.arange(32).view(2, 16) % 20
@@ -43,7 +43,7 @@ class Language(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def watched(run: Callable[[], Any]) -> Counter[Call]:
+def watched(run: Callable[[], Any]) -> Counter[AttentionCall]:
     reports: list[AttentionReport] = []
     with AttentionWatch(reports.append):
         run()
@@ -52,16 +52,16 @@ def watched(run: Callable[[], Any]) -> Counter[Call]:
 
 def test_the_report_contains_each_kernel_of_the_cpu() -> None:
     q = torch.randn(2, 2, 16, 8)
-    assert watched(lambda: scaled_dot_product_attention(q, q, q)) == {Call("flash", SHAPE, torch.float32): 1}
+    assert watched(lambda: scaled_dot_product_attention(q, q, q)) == {AttentionCall("flash", SHAPE, torch.float32): 1}
     with sdpa_kernel(SDPBackend.MATH):
         seen = watched(lambda: [scaled_dot_product_attention(q, q, q, is_causal=True) for _ in range(2)])
-    assert seen == {Call("math", SCORES, torch.float32): 2}
+    assert seen == {AttentionCall("math", SCORES, torch.float32): 2}
 
 
 def test_the_report_contains_attention_that_a_model_computes_itself() -> None:
     q = torch.randn(2, 2, 16, 8)
     seen = watched(lambda: (q @ q.mT).softmax(-1) @ q)
-    assert seen == {Call("by hand", SCORES, torch.float32): 1}
+    assert seen == {AttentionCall("by hand", SCORES, torch.float32): 1}
     assert "attn_implementation='sdpa'" in AttentionReport(seen).lines()[0]
     assert watched(lambda: torch.randn(4, 10).softmax(-1)) == {}, "the probabilities of a classifier are not attention"
 

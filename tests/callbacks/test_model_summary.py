@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roomier.callbacks import ModelSummary
-from roomier.callbacks.model_summary import Row, optimizer_table, summarize
+from roomier.callbacks.model_summary import SummaryRow, optimizer_table, summarize
 from roomier.core.errors import RoomierError
 from roomier.techniques.optim.by_name import make_optimizer
 from roomier.trainer import Trainer
@@ -27,12 +27,12 @@ class Net(nn.Module):
 def test_rows_and_totals() -> None:
     summary = summarize(Net())
     assert summary.rows == (
-        Row("body", "Sequential", 16 + 16, 32, 128),
-        Row("head", "Linear", 16, 16, 64),
-        Row("frozen", "Linear", 3, 0, 6),
+        SummaryRow("body", "Sequential", 16 + 16, 32, 128),
+        SummaryRow("head", "Linear", 16, 16, 64),
+        SummaryRow("frozen", "Linear", 3, 0, 6),
     )
     # the 16 tied parameters count once: 16 + 16 + 3 + 1
-    assert summary.total == Row("total", "Net", 36, 33, 138)
+    assert summary.total == SummaryRow("total", "Net", 36, 33, 138)
     assert summary.num_frozen == 3
 
 
@@ -45,7 +45,7 @@ def test_depth() -> None:
 def test_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(1000, 1000)
-    assert summarize(model).total == Row("total", "Linear", 1_001_000, 1_001_000, 4_004_000)
+    assert summarize(model).total == SummaryRow("total", "Linear", 1_001_000, 1_001_000, 4_004_000)
 
 
 def test_summary_is_printed_when_a_fit_starts(

@@ -17,7 +17,7 @@ from torch import nn
 
 from roomier import Trainer
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
-from roomier.checkpoint.export.lightning import export_lightning
+from roomier.checkpoint.export.lightning_file import export_lightning
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
 from tests.checkpoint.lightning_runs import OwnModule, fit_in_lightning, lightning_module, loader

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from roomier import checkpoint
-from roomier.checkpoint import parts, store, tensor_file
+from roomier.checkpoint import boxes, store, tensor_file
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
 from tests.covering import covering, few
@@ -254,7 +254,7 @@ def test_a_save_on_one_rank_of_a_group_is_rejected(tmp_path: Path, on_ranks: Ran
 def save_one_twice(path: Path) -> None:
     mesh, placements = layout("replicated")
     state = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
-    parts._is_mine = lambda tensor, turn: turn == 2  # both ranks then write "b"
+    boxes._is_mine = lambda tensor, turn: turn == 2  # both ranks then write "b"
     with pytest.raises(CheckpointError, match=r"0 of 2 elements of m\.a'?: the ranks that save"):
         checkpoint.save(path, {"m": state})
 

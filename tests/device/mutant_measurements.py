@@ -28,8 +28,8 @@ from roomier.core.device import capability
 from roomier.core.device.streams import synchronize, timed_event
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
+from roomier.techniques.activation.copies import Copies
 from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.activation.offload import Copies
 from roomier.techniques.tiers.scratch import Scratch
 from tests.device.mutant_scenario import DEVICE, device, pending
 

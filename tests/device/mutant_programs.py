@@ -35,8 +35,8 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.plan import plan_from_flags
 from roomier.run.vote import Vote
+from roomier.techniques.activation.copies import Copies, Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.activation.offload import Copies, Offload
 from roomier.techniques.optim.adamw import StepValues
 from roomier.techniques.parallel.collectives import PairwiseAllGather
 from roomier.techniques.parallel.powersgd import PowerSGD

@@ -80,19 +80,18 @@ DETECTED: dict[str, str] = {
     "roomier.techniques.activation.disk_copies:DiskCopies._finished_ns | self.wait(self.mark())": "disk times",
     "roomier.techniques.activation.disk_copies:DiskCopies.wait | self._link.wait(mark.read.mark)": "disk",
     "roomier.techniques.activation.disk_copies:DiskCopies.wait_to_free | self._link.wait(mark.link)": "disk",
-    "roomier.techniques.activation.offload:Copies._finished_ns | synchronize(self.device)": "offload times",
-    "roomier.techniques.activation.offload:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
-    "roomier.techniques.activation.offload:StreamCopies.to_host | "
+    "roomier.techniques.activation.copies:Copies._finished_ns | synchronize(self.device)": "offload times",
+    "roomier.techniques.activation.copies:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
+    "roomier.techniques.activation.copies:StreamCopies.to_host | "
     "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)": "offload",
-    "roomier.techniques.activation.offload:StreamCopies._copy | self._stream.wait_event(start)": "offload",
-    "roomier.techniques.activation.offload:StreamCopies.mark | self._stream.record_event()": "offload",
-    "roomier.techniques.activation.offload:StreamCopies.wait | "
+    "roomier.techniques.activation.copies:StreamCopies._copy | self._stream.wait_event(start)": "offload",
+    "roomier.techniques.activation.copies:StreamCopies.mark | self._stream.record_event()": "offload",
+    "roomier.techniques.activation.copies:StreamCopies.wait | "
     "computing_stream(self.device).wait_event(mark)": "offload",
-    "roomier.techniques.activation.offload:Copies.wait_to_free | self.wait(mark)": "offload",
-    "roomier.techniques.activation.offload:StreamCopies.start | "
-    "computing_stream(self.device).record_event()": "offload",
-    "roomier.techniques.activation.offload:Visit.arrive | copies.wait(self._mark)": "offload",
-    "roomier.techniques.activation.offload:Visit.leave | copies.wait(self._mark)": "offload",
+    "roomier.techniques.activation.copies:Copies.wait_to_free | self.wait(mark)": "offload",
+    "roomier.techniques.activation.copies:StreamCopies.start | computing_stream(self.device).record_event()": "offload",
+    "roomier.techniques.activation.copies:Visit.arrive | copies.wait(self._mark)": "offload",
+    "roomier.techniques.activation.copies:Visit.leave | copies.wait(self._mark)": "offload",
     "roomier.techniques.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
     "roomier.bench.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
     "roomier.bench.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
@@ -212,7 +211,7 @@ OF_THE_HOST = {
     "roomier.launch.heartbeat:Heartbeat._exchange | self._stop.wait(self._tick_s)",
     "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
     "roomier.launch.watch:Children._kill | process.wait()",
-    "roomier.run.signals:_Watch._run | self._is_closed.wait(TO_OBEY_S)",
+    "roomier.run.signals:_ExitThread._run | self._is_closed.wait(TO_OBEY_S)",
     "roomier.train.predicting.stream:_after_roll_call | roll_call.wait()",
     "roomier.train.saving.save:settle_background_save | run.saves.background.wait()",
     "roomier.train.saving.save:end_background_save | run.saves.background.wait(_GRACE_S)",

@@ -17,8 +17,8 @@ SCHEDULES = ("LATE", "OTHERS_FIRST")
 TIMEOUT_S = 120.0
 # One synchronization of each kind: for a stream, an event, memory, and a copy that the host reads.
 REPRESENTATIVES = [
-    "roomier.techniques.activation.offload:StreamCopies._copy | self._stream.wait_event(start)",
-    "roomier.techniques.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)",
+    "roomier.techniques.activation.copies:StreamCopies._copy | self._stream.wait_event(start)",
+    "roomier.techniques.activation.copies:StreamCopies.wait | computing_stream(self.device).wait_event(mark)",
     "roomier.core.device.transfer:BatchMover.__call__ | copied.record_stream(computing)",
     "roomier.checkpoint.background:BackgroundSaver._stage | synchronize(device)",
     "roomier.core.wire:_Encoder.node | value.detach().cpu()",

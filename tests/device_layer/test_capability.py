@@ -11,8 +11,8 @@ from roomier.core.device.capability import Capabilities, capabilities_of, check_
 from roomier.core.device.memory import free_and_total_bytes, release_cached, statistics
 from roomier.core.device.streams import synchronize
 from roomier.core.device.transfer import BatchMover
+from roomier.techniques.activation.copies import Copies, StreamCopies, copies_on
 from roomier.techniques.activation.live_bytes import AllocatorBytes, CountedBytes, live_bytes_on
-from roomier.techniques.activation.offload import Copies, StreamCopies, copies_on
 from roomier.techniques.optim.adamw import StepValues
 from roomier.techniques.optim.block_codes import dither
 

@@ -32,7 +32,7 @@ ALLOWED = {
     ("data/tokens.py", "self._replacing.__enter__().open"): NEW,
     ("engine/weights_file.py", "safe_open"): "needs the path; _files_of accepts only regular files",
     ("checkpoint/export/hugging_face.py", "shutil.copy2"): "_processor_files accepts only regular files",
-    ("checkpoint/export/lightning.py", "torch.save"): NEW,
+    ("checkpoint/export/lightning_file.py", "torch.save"): NEW,
     ("checkpoint/export/onnx.py", "target.read_bytes"): NEW,
     ("checkpoint/export/output_file.py", "path.open"): NEW,
     ("checkpoint/export/shards.py", "path.open"): NEW,

@@ -99,6 +99,6 @@ def test_native_module_does_not_run_the_compatibility_code() -> None:
     visits = {
         code.co_name: number
         for code, number in functions_of_bare_fit().items()
-        if code.co_filename == f"{PACKAGE}api/lightning.py"
+        if code.co_filename == f"{PACKAGE}api/lightning_module.py"
     }
     assert not visits

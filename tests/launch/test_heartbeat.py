@@ -16,7 +16,7 @@ from roomier.launch.failure import FailureNews
 from roomier.launch.heartbeat import Heartbeat, WatchedRun
 from roomier.launch.judge import Limits
 from roomier.launch.late_messages import end_of
-from roomier.launch.records import Activity, Late, Position, Record
+from roomier.launch.records import Activity, Late, Position, RankRecord
 
 WAIT_S = 60.0  # on a busy machine; the bounds below are much shorter
 END_S = 1.2
@@ -106,7 +106,7 @@ def test_the_other_ranks_report_a_silent_rank_and_end(
 
 
 def test_the_error_refers_only_to_printed_stacks() -> None:
-    record = Record(1, Position(Activity.STEP, "training step", 7, 3), host="node", pid=1234)
+    record = RankRecord(1, Position(Activity.STEP, "training step", 7, 3), host="node", pid=1234)
     silent, behind = Late(2, record, 90.0, 0.0, is_silent=True), Late(1, record, 90.0, 0.0)
     text = str(end_of([silent], 90.0))
     assert text.startswith("hang_timeout={'seconds': 90.0}: rank 2 (process 1234 on node) has sent no heartbeat for")

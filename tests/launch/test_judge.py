@@ -7,26 +7,26 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 
 from roomier.launch.judge import Judge, Limits
-from roomier.launch.records import Activity, Late, Position, Record, Verdict
+from roomier.launch.records import Activity, Late, Position, RankRecord, Verdict
 
 LIMITS = Limits(600.0)
 TICK_S = LIMITS.tick_s
 HANG_S = 100.0  # time at which a scripted rank hangs
 STEP_S = 2.0
-Script = Callable[[float], Record | None]
+Script = Callable[[float], RankRecord | None]
 
 
-def at_step(step: int, beat: float, *, calls: int | None = None, activity: Activity = Activity.STEP) -> Record:
+def at_step(step: int, beat: float, *, calls: int | None = None, activity: Activity = Activity.STEP) -> RankRecord:
     position = Position(activity, f"some {activity}", step, step)
-    return Record(int(beat), position, {"world": step if calls is None else calls}, "node", 1)
+    return RankRecord(int(beat), position, {"world": step if calls is None else calls}, "node", 1)
 
 
-def moves(t: float) -> Record:
+def moves(t: float) -> RankRecord:
     """A rank that takes a step every ``STEP_S``."""
     return at_step(int(t / STEP_S), t)
 
 
-def waits(t: float) -> Record:
+def waits(t: float) -> RankRecord:
     """A rank that waits for another rank in the first collective after ``HANG_S``."""
     step = int(min(t, HANG_S) / STEP_S)
     return at_step(step, t, calls=step + (t >= HANG_S))
@@ -35,7 +35,7 @@ def waits(t: float) -> Record:
 def hangs(activity: Activity = Activity.STEP) -> Script:
     """A rank whose training thread hangs at ``HANG_S``, in ``activity``."""
 
-    def script(t: float) -> Record:
+    def script(t: float) -> RankRecord:
         return at_step(int(min(t, HANG_S) / STEP_S), t, activity=activity if t >= HANG_S else Activity.STEP)
 
     return script
@@ -86,7 +86,7 @@ def leaves_at(t_end: float) -> Script:
 def in_shards(shard: str, replica: str, ahead: tuple[int, int]) -> Script:
     """A rank in two groups. In each group, the rank has begun ``ahead`` more operations than the rank that hangs."""
 
-    def script(t: float) -> Record:
+    def script(t: float) -> RankRecord:
         step = int(min(t, HANG_S) / STEP_S)
         extra = ahead if t >= HANG_S else (0, 0)
         return replace(at_step(step, t), calls={shard: step + extra[0], replica: step + extra[1]})
@@ -146,7 +146,7 @@ def test_an_activity_without_a_limit_is_noted_and_never_ends_the_run(name: str) 
     assert found.reported == found.ended == {}
 
 
-def all_slow(t: float) -> Record:
+def all_slow(t: float) -> RankRecord:
     """A rank whose step at ``HANG_S`` takes 800 s, as on all other ranks."""
     return moves(t if t < HANG_S else max(HANG_S, t - 800.0))
 
@@ -182,7 +182,7 @@ def test_the_slowest_step_is_added_to_the_bound() -> None:
 
 
 def test_a_step_with_a_validation_is_not_the_slowest_step() -> None:
-    def validates(t: float) -> Record:  # validates for 500 s in the step at 50 s
+    def validates(t: float) -> RankRecord:  # validates for 500 s in the step at 50 s
         if t < 50.0 or t >= 550.0:
             return moves(t if t < 50.0 else t - 500.0)
         return replace(moves(50.0), beat=int(t), position=Position(Activity.LONG, "validation", 25, 25))
@@ -209,6 +209,6 @@ def test_small_bounds_keep_their_order() -> None:
 
 def test_records_and_verdicts_are_restored_from_json() -> None:
     record = replace(at_step(3, 7.0, activity=Activity.LONG), born=1.5, pid=42)
-    assert Record.of(json.loads(record.to_json())) == record
+    assert RankRecord.of(json.loads(record.to_json())) == record
     verdict = Verdict(2, True, 600.0, [Late(1, record, 61.5, -1.0, is_silent=True, process_state="stopped")])
     assert Verdict.of(json.loads(json.dumps(asdict(verdict)))) == verdict

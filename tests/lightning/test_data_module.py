@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier.checkpoint import load_datamodule, peek
-from roomier.checkpoint.export.lightning import export_lightning
+from roomier.checkpoint.export.lightning_file import export_lightning
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 

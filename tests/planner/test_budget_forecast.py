@@ -21,7 +21,7 @@ from roomier.planner.workload import Workload
 from roomier.techniques.activation import stages
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import BudgetTooSmallError
-from roomier.techniques.activation.profile import Call, Interception
+from roomier.techniques.activation.profile import Call, InterceptionTime
 from tests.activation.budgets import Budget, Language, Net, engine_for, measured_peak, take_step, tokens, train
 from tests.activation.test_budget_models import Bert, HalfFrozen, Repeated, UNet, pictures, sequences
 from tests.activation.test_budget_ranks import make_ranks
@@ -50,7 +50,7 @@ FAST = ("gpt", "u-net", "bert")
 def replace_times(patch: pytest.MonkeyPatch) -> None:
     """Replace the times of the run and of the forecast, so that the choice does not depend on the machine."""
 
-    def in_run(call: Call, keep: Keep, interception: Interception) -> int:
+    def in_run(call: Call, keep: Keep, interception: InterceptionTime) -> int:
         return LOST_NS[keep]
 
     patch.setattr(stages, "lost_ns", in_run)

@@ -22,7 +22,7 @@ from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
-from roomier.techniques.activation.offload import MIN_BYTES
+from roomier.techniques.activation.copies import MIN_BYTES
 from tests.covering import few
 from tests.planner.models import MODELS
 

@@ -189,9 +189,11 @@ def test_streams_and_divided_batches(on_ranks: RankPool) -> None:
 
 
 def test_batches_that_cannot_be_divided() -> None:
-    from roomier.prepared.loader import Accumulation, prepared_loader
+    from roomier.prepared.loader import AccumulationState, prepared_loader
 
     ranks = object.__new__(Ranks)
     ranks.world = World(0, 2)
     with pytest.raises(roomier.PlanError, match=r"split_batches=True.*multiple of 2 \(number of ranks\), but it is 3"):
-        prepared_loader(DataLoader(range(7), batch_size=3), ranks, lambda x: x, Accumulation(), splits_batches=True)
+        prepared_loader(
+            DataLoader(range(7), batch_size=3), ranks, lambda x: x, AccumulationState(), splits_batches=True
+        )

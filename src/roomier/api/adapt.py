@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from roomier.api.forward import ForwardModule
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, lightning_base
 from roomier.core import torch_private

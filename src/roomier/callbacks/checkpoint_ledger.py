@@ -13,7 +13,7 @@ Scored: TypeAlias = tuple[str, float | None]
 
 
 @dataclass(frozen=True)
-class Keep:
+class Retention:
     """Rule that selects the checkpoints to keep.
 
     Attributes:
@@ -39,7 +39,7 @@ class Ledger:
 
     Attributes:
         kept: the top-k checkpoints, oldest first.
-        last: path of the newest checkpoint if :attr:`Keep.last` is True, otherwise ``""``.
+        last: path of the newest checkpoint if :attr:`Retention.last` is True, otherwise ``""``.
         superseded: checkpoints that the latest save made obsolete. These checkpoints are removed after that save is
             committed, but stay listed until the next save. If the run is killed before it removes these checkpoints,
             the resumed run removes them.
@@ -60,7 +60,7 @@ class Ledger:
         """Paths of all checkpoints that must not be removed."""
         return {path for path, _ in self.kept} | ({self.last} - {""})
 
-    def ranked(self, keep: Keep) -> list[Scored]:
+    def ranked(self, keep: Retention) -> list[Scored]:
         """Return the top-k checkpoints, best first. NaN is worse than any number. If scores are equal, the older
         checkpoint is better.
         """
@@ -68,7 +68,7 @@ class Ledger:
             return list(reversed(self.kept))
         return sorted(self.kept, key=lambda item: _badness(item[1], keep))
 
-    def best(self, keep: Keep) -> Scored:
+    def best(self, keep: Retention) -> Scored:
         """Return the best checkpoint, or ``("", None)`` if no best checkpoint exists. A checkpoint with the score NaN
         is never the best checkpoint.
         """
@@ -77,7 +77,7 @@ class Ledger:
             return "", None
         return ranked[0]
 
-    def kth(self, keep: Keep) -> Scored:
+    def kth(self, keep: Retention) -> Scored:
         """Return the worst of the top-k checkpoints, which the next better checkpoint would replace.
 
         Return ``("", None)`` if fewer than k checkpoints are kept.
@@ -86,7 +86,7 @@ class Ledger:
         k = len(ranked) if keep.top_k == -1 else keep.top_k
         return ranked[k - 1] if 1 <= k <= len(ranked) else ("", None)
 
-    def enters(self, score: float | None, keep: Keep) -> bool:
+    def enters(self, score: float | None, keep: Retention) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
 
         A checkpoint with the score NaN is among the top-k only if all checkpoints are kept. If a metric is monitored, a
@@ -99,7 +99,7 @@ class Ledger:
         path, kth_score = self.kth(keep)
         return not math.isnan(score) and (path == "" or _badness(score, keep) < _badness(kth_score, keep))
 
-    def before_saving(self, score: float | None, keep: Keep) -> Ledger:
+    def before_saving(self, score: float | None, keep: Retention) -> Ledger:
         """Return the ledger without the checkpoints that a save with ``score`` would replace.
 
         The checkpoints that remain in the ledger must not be overwritten.
@@ -110,7 +110,7 @@ class Ledger:
         staying = self.ranked(keep)[: keep.top_k - 1]
         return replace(self, kept=tuple(item for item in self.kept if item in staying), last=last)
 
-    def after_saving(self, path: str, score: float | None, step: int, keep: Keep) -> Ledger:
+    def after_saving(self, path: str, score: float | None, step: int, keep: Retention) -> Ledger:
         """Return the ledger after a checkpoint with ``score`` was saved to ``path``."""
         staying = tuple(item for item in self.before_saving(score, keep).kept if item[0] != path)
         is_ranked = self.enters(score, keep)
@@ -142,7 +142,7 @@ def ledger_form(*, monitored: bool) -> Form:
     )
 
 
-def _badness(score: float | None, keep: Keep) -> tuple[int, float]:
+def _badness(score: float | None, keep: Retention) -> tuple[int, float]:
     assert score is not None, "a monitored checkpoint has a score"
     if math.isnan(score):
         return 1, 0.0

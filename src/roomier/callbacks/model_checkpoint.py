@@ -16,7 +16,7 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_arguments import FORMER, LAST, check_arguments
 from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in, remove_saved
-from roomier.callbacks.checkpoint_ledger import Keep, Ledger, ledger_form
+from roomier.callbacks.checkpoint_ledger import Ledger, Retention, ledger_form
 from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, metrics_named_in
 from roomier.callbacks.interval import Interval
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
             if train_time_interval is None
             else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval, may_be_zero=True)
         )
-        self._keep = Keep(save_top_k, mode == "min", monitor is not None, bool(save_last))
+        self._keep = Retention(save_top_k, mode == "min", monitor is not None, bool(save_last))
         check_arguments(self)
         self._ledger = Ledger()
         self._uncommitted: Ledger | None = None
@@ -331,7 +331,7 @@ class ModelCheckpoint(Callback):
         """The ledger, including a checkpoint that is still being written."""
         return self._ledger if self._uncommitted is None else self._uncommitted
 
-    def _save(self, trainer: TrainerView, score: float | None, keep: Keep) -> None:
+    def _save(self, trainer: TrainerView, score: float | None, keep: Retention) -> None:
         """Save if the checkpoint would be among the top-k, or if the newest checkpoint is kept."""
         before = self._newest_ledger
         if not before.enters(score, keep) and not keep.last:

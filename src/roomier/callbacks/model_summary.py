@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """Sizes of the parameters of one module, including its submodules. A parameter that two modules share is counted in
     both rows.
 
@@ -52,8 +52,8 @@ class Summary:
         total: row of the model, in which every parameter is counted once.
     """
 
-    rows: tuple[Row, ...]
-    total: Row
+    rows: tuple[SummaryRow, ...]
+    total: SummaryRow
 
     @property
     def num_frozen(self) -> int:
@@ -72,10 +72,10 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
     return Summary(tuple(rows), _row("total", model))
 
 
-def _row(name: str, part: nn.Module) -> Row:
+def _row(name: str, part: nn.Module) -> SummaryRow:
     parameters = list(part.parameters())
     coded = [each for each in part.modules() if isinstance(each, InFewBits)]  # quantized weights are not parameters
-    return Row(
+    return SummaryRow(
         name,
         _class_name(part),
         sum(p.numel() for p in parameters) + sum(each.weight_shape.numel() for each in coded),
@@ -186,7 +186,7 @@ def _plain_table(*texts: str, numbers: tuple[str, ...]) -> Table:
     return table
 
 
-def _sizes(row: Row) -> tuple[str, str, str]:
+def _sizes(row: SummaryRow) -> tuple[str, str, str]:
     if row.num_trainable == row.num_params:
         trainable = "all" if row.num_params else ""
     else:

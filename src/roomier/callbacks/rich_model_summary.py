@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from roomier.callbacks.model_summary import ModelSummary, Row, Summary, summarize
+from roomier.callbacks.model_summary import ModelSummary, Summary, SummaryRow, summarize
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.units import format_bytes, format_count
 
@@ -30,7 +30,7 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredForward:
     """Input shapes, output shapes and FLOPs of one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
@@ -74,7 +74,7 @@ class RichModelSummary(ModelSummary):
 
 
 @torch.no_grad()
-def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]], Any]) -> Measured:
+def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]], Any]) -> MeasuredForward:
     """Run one forward pass of ``model`` on ``example`` and return its measurements.
 
     Args:
@@ -100,7 +100,7 @@ def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]]
     root = type(model).__name__
     counts = counter.get_flop_counts()
     num_flops = {name.removeprefix(f"{root}."): sum(each.values()) for name, each in counts.items() if name != root}
-    return Measured(in_sizes, out_sizes, {**num_flops, "": counter.get_total_flops()})
+    return MeasuredForward(in_sizes, out_sizes, {**num_flops, "": counter.get_total_flops()})
 
 
 def _call(model: nn.Module, example: Any) -> Any:
@@ -133,7 +133,7 @@ def shapes_of(value: Any) -> str:
     return _UNKNOWN
 
 
-def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, header_style: str) -> Group:
+def rich_table(summary: Summary, model: nn.Module, measured: MeasuredForward | None, header_style: str) -> Group:
     """Return the table of the modules, followed by the totals."""
     table = Table(header_style=header_style)
     table.add_column("", style="dim", justify="right")
@@ -158,7 +158,7 @@ def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, he
     return Group(table, Text("\n".join(lines)))
 
 
-def _cells(row: Row, part: nn.Module, measured: Measured | None) -> tuple[str, ...]:
+def _cells(row: SummaryRow, part: nn.Module, measured: MeasuredForward | None) -> tuple[str, ...]:
     mode = "train" if part.training else "eval"
     known = (format_count(row.num_params), format_bytes(row.num_bytes), mode)
     if measured is None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.checkpoint.agree import all_ranks, together
+from roomier.checkpoint.boxes import TensorBox
 from roomier.checkpoint.commit import absolute
-from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
 from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
@@ -77,7 +77,7 @@ class BackgroundSaver:
         """
         self.wait()
         prepared = prepare(absolute(path), state, self._ranks)
-        staged: list[Part] = []
+        staged: list[TensorBox] = []
         together(self._ranks, lambda: staged.extend(self._stage(prepared.parts)))
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
@@ -125,7 +125,7 @@ class BackgroundSaver:
         except BaseException as error:
             self._error = error
 
-    def _stage(self, parts: list[Part]) -> list[Part]:
+    def _stage(self, parts: list[TensorBox]) -> list[TensorBox]:
         buffers = {part.name: self._buffer(part) for part in parts}
         self._buffers = buffers  # frees the buffers of tensors that are no longer in the state
         for part in parts:
@@ -134,7 +134,7 @@ class BackgroundSaver:
             synchronize(device)  # a model can use several devices
         return [replace(part, tensor=buffers[part.name]) for part in parts]
 
-    def _buffer(self, part: Part) -> Tensor:
+    def _buffer(self, part: TensorBox) -> Tensor:
         shape, dtype = part.tensor.shape, part.tensor.dtype
         held = self._buffers.get(part.name)
         if held is not None and held.shape == shape and held.dtype == dtype:
@@ -142,5 +142,5 @@ class BackgroundSaver:
         return torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))
 
 
-def _copies_asynchronously(part: Part) -> bool:
+def _copies_asynchronously(part: TensorBox) -> bool:
     return capabilities_of(part.tensor.device).copies_asynchronously

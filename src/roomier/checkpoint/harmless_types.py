@@ -69,7 +69,7 @@ class _Node:
     """Substitute for the node of a value in an OmegaConf container. The node stores the value in ``_val``."""
 
 
-class _Facts:
+class _OmegaConfMetadata:
     """Substitute for the metadata of OmegaConf containers and values. The metadata is ignored."""
 
 
@@ -123,7 +123,7 @@ def _by_name() -> list[Any]:
     listed += [(_number, name) for name in _STOPPING_REASONS]
     listed += [(_numpy_scalar, f"{module}.scalar") for module in _NUMPY_CORES]
     listed += [(_Config, name) for name in _CONFIGS] + [(_Node, name) for name in _NODES]
-    listed += [(_Facts, name) for name in _FACTS] + [(_Type, name) for name in _TYPES_NAMED_THERE]
+    listed += [(_OmegaConfMetadata, name) for name in _FACTS] + [(_Type, name) for name in _TYPES_NAMED_THERE]
     listed += [(_empty, "collections.defaultdict")]
     for module in _PATH_MODULES:
         listed += [(_posix_path, f"{module}.{name}") for name in ("PosixPath", "PurePosixPath")]
@@ -150,7 +150,7 @@ def as_plain(value: Any) -> Any:
         return as_plain(vars(value))
     if isinstance(value, _Config):
         return _content_of(value)
-    if isinstance(value, (type, _Type, _Node, _Facts)):
+    if isinstance(value, (type, _Type, _Node, _OmegaConfMetadata)):
         raise ValueError("it contains a type, such as int, as a value")
     if isinstance(value, Mapping):
         return {key: as_plain(item) for key, item in value.items()}

@@ -86,7 +86,7 @@ def was_written_for_lightning(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Position:
+class LoopPosition:
     """Position of Lightning's loops.
 
     Attributes:
@@ -177,7 +177,7 @@ class LightningFile:
         """State of the loss scale; None if the file contains none."""
         return next((dict(self.content[name]) for name in SCALERS if self.content.get(name)), None)
 
-    def position(self) -> Position:
+    def position(self) -> LoopPosition:
         """Return the position from which a run resumes.
 
         Raises:
@@ -201,7 +201,7 @@ class LightningFile:
         loops = self.content["loops"]["fit_loop"]
         epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
         is_over = epochs["processed"] >= epochs["ready"]
-        return Position(
+        return LoopPosition(
             epoch=epochs["processed"],
             batch_idx=0 if is_over else batches["current"]["processed"],
             num_batches=batches["total"]["processed"],

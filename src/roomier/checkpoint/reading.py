@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.parts import is_sharded
+from roomier.checkpoint.boxes import is_sharded
 from roomier.checkpoint.record import StoredFile, damage, malformed, reading, summed
 from roomier.checkpoint.tensor_file import num_bytes_of, read_box, read_header
 from roomier.checkpoint.tree import TensorSpec
@@ -102,7 +102,7 @@ def _fill(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _BoxRead:
     """Box of a piece, and the tensor that receives it."""
 
     piece: Piece
@@ -184,7 +184,7 @@ class TensorReader:
                 share.append(file)
         return share
 
-    def _read_summed(self, file: StoredFile, reads: Sequence[_Read]) -> list[_Read]:
+    def _read_summed(self, file: StoredFile, reads: Sequence[_BoxRead]) -> list[_BoxRead]:
         """Read a file from front to end and verify its checksum. Return the reads that would have to seek backward."""
         position, left = 0, []
         with summed(self._folder, file) as opened:
@@ -196,7 +196,7 @@ class TensorReader:
                 position = read.end
         return left
 
-    def _read(self, name: str, reads: Sequence[_Read]) -> None:
+    def _read(self, name: str, reads: Sequence[_BoxRead]) -> None:
         if not reads:
             return
         with reading(self._folder, name), open_regular(self._folder / name) as opened:
@@ -204,8 +204,8 @@ class TensorReader:
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
 
 
-def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dict[str, list[_Read]]:
-    reads: dict[str, list[_Read]] = {}
+def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dict[str, list[_BoxRead]]:
+    reads: dict[str, list[_BoxRead]] = {}
     for name, target in targets:
         own, origin = _own_part(target.detach())
         for piece in pieces[name] if own.numel() else ():
@@ -223,7 +223,7 @@ def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return own, torch_private.offsets_of_shard(target) if own.numel() else (0,) * own.dim()
 
 
-def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None:
+def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _BoxRead | None:
     """Return the read of the elements that ``piece`` and ``own`` have in common; None if there are no such elements."""
     box, part = [], []
     for begin, size, own_begin, own_size in zip(piece.offsets, piece.shape, origin, own.shape, strict=True):
@@ -232,4 +232,4 @@ def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None
             return None
         box.append(slice(first - begin, last - begin))
         part.append(slice(first - own_begin, last - own_begin))
-    return _Read(piece, tuple(box), own[tuple(part)])
+    return _BoxRead(piece, tuple(box), own[tuple(part)])

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from roomier.checkpoint import store, tree
 from roomier.checkpoint.agree import together
+from roomier.checkpoint.boxes import TensorBox, is_sharded, parts_to_write
 from roomier.checkpoint.commit import committed_folder, disk_errors, sync_folder
 from roomier.checkpoint.find import next_commit_number
-from roomier.checkpoint.parts import Part, is_sharded, parts_to_write
 from roomier.checkpoint.record import FORMAT_VERSION, README_NAME, README_START, Record, StoredFile, write_record
 from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core.errors import CheckpointError
@@ -63,7 +63,7 @@ class Prepared:
 
     target: Path
     json_tree: tree.Json
-    parts: list[Part]
+    parts: list[TensorBox]
     section_of: dict[str, Any]
     num_cut_elements: dict[str, int]
     is_of_run: bool

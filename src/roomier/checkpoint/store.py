@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roomier.checkpoint.parts import Part
+from roomier.checkpoint.boxes import TensorBox
 from roomier.checkpoint.record import TENSOR_SUFFIX, StoredFile
 from roomier.checkpoint.tensor_file import TensorFile, bytes_of
 
 _FILE_BYTES = 128 * 2**20
 
 
-def write_parts(folder: Path, parts: Sequence[Part], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
+def write_parts(folder: Path, parts: Sequence[TensorBox], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
     """Write ``parts`` to files of this rank in ``folder`` and flush the files to the disk.
 
     Parts of different sections (top-level keys of the state) are never in the same file.
@@ -43,7 +43,7 @@ def write_parts(folder: Path, parts: Sequence[Part], section_of: Mapping[str, An
     ]
 
 
-def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
+def _write_file(path: Path, parts: Sequence[TensorBox]) -> StoredFile:
     by_name = {part.name: part for part in parts}
     metadata = {
         "DCP_SHARDING_INFO": json.dumps({part.name: {"saved_offsets": part.offsets} for part in parts}),
@@ -58,9 +58,9 @@ def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
     return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
 
 
-def _file_groups(parts: Sequence[Part], section_of: Mapping[str, Any]) -> list[list[Part]]:
+def _file_groups(parts: Sequence[TensorBox], section_of: Mapping[str, Any]) -> list[list[TensorBox]]:
     """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
-    groups: list[list[Part]] = []
+    groups: list[list[TensorBox]] = []
     held_bytes, section = 0, object()
     for part in parts:
         if section_of[part.name] != section or held_bytes + part.tensor.nbytes > _FILE_BYTES:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.parts import is_sharded
+from roomier.checkpoint.boxes import is_sharded
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import Form, FormError, anything, count, items, list_of, one_of, place_of, text
 from roomier.core.forms import fields as form_of_fields

@@ -14,7 +14,7 @@ from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.export.hub import check_hub, push_to_hub
 from roomier.checkpoint.export.hugging_face import export_hugging_face
-from roomier.checkpoint.export.lightning import export_lightning
+from roomier.checkpoint.export.lightning_file import export_lightning
 from roomier.checkpoint.export.onnx import export_onnx
 from roomier.checkpoint.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, Exported, export_safetensors
 from roomier.checkpoint.export.torch_export import export_torch

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from roomier.core.errors import DataError
 from roomier.core.tree import map_tensors
 from roomier.data.batch_feeds import length_of
-from roomier.data.joint import MODES, Joined, Mode, Part, begin, joined, num_joined
+from roomier.data.joint import MODES, Joined, JointLoader, Mode, begin, joined, num_joined
 from roomier.data.loaders import check_gives_batches, is_combined, is_loader_collection, loaders_in, map_loaders
 
 
@@ -91,9 +91,9 @@ class CombinedLoader(Iterable[Any]):
         """Return an iterator over the batches of one pass, without indices."""
         return read_on(self._begun(), self)
 
-    def _begun(self) -> list[Part]:
+    def _begun(self) -> list[JointLoader]:
         parts = [
-            Part(_iterate(each), length_of(each), f"iterables{name}")
+            JointLoader(_iterate(each), length_of(each), f"iterables{name}")
             for each, name in zip(self.flattened, self.part_names, strict=True)
         ]
         begin(parts, self.mode)
@@ -118,7 +118,7 @@ class CombinedLoader(Iterable[Any]):
         return f"CombinedLoader({names}, mode={self.mode!r})"
 
 
-def read_on(parts: Sequence[Part], loader: CombinedLoader) -> Generator[Any, None, None]:
+def read_on(parts: Sequence[JointLoader], loader: CombinedLoader) -> Generator[Any, None, None]:
     """Yield the remaining batches of ``parts``, whose current pass has already begun."""
     for each in joined(parts, loader.mode):
         yield loader.batch_of(each)

@@ -17,7 +17,7 @@ from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.data.combined import CombinedLoader, read_on
 from roomier.data.feeds import PASS, Feed
-from roomier.data.joint import Part, begin, num_joined, num_joined_left
+from roomier.data.joint import JointLoader, begin, num_joined, num_joined_left
 
 
 class CombinedFeed(Feed):
@@ -36,7 +36,7 @@ class CombinedFeed(Feed):
         self._feeds = feeds
         self._ranks = ranks
         self._limits: Sequence[float] = [math.inf] * len(feeds)
-        self._parts: list[Part] = []
+        self._parts: list[JointLoader] = []
         self._ended_before = [True] * len(feeds)  # True for each loader whose last pass was complete
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
@@ -77,10 +77,10 @@ class CombinedFeed(Feed):
         lengths = [min(length, limit) for length, limit in zip(self.part_lengths, self._limits, strict=True)]
         return num_joined(lengths, self.mode)
 
-    def _made_parts(self, epoch: int) -> list[Part]:
+    def _made_parts(self, epoch: int) -> list[JointLoader]:
         parts = []
         for feed, limit in zip(self._feeds, self._limits, strict=True):
-            part = Part(partial(_start, feed, epoch), feed.num_batches, feed.name)
+            part = JointLoader(partial(_start, feed, epoch), feed.num_batches, feed.name)
             part.limit = limit
             parts.append(part)
         self._parts = parts
@@ -113,7 +113,7 @@ class CombinedFeed(Feed):
             feed.adopt(stored["position"], is_complete=stored["is_complete"])
             part.continue_from(None, None, stored["num_read"])
 
-    def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
+    def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[JointLoader, Feed, dict[str, Any]]]:
         """Yield each part that was started before ``position`` was saved, with its feed and its saved fields. Restore
         the state of the other feeds."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
@@ -154,12 +154,12 @@ class CombinedFeed(Feed):
             "parts": [self._position_of(number, part) for number, part in enumerate(self._parts)],
         }
 
-    def _is_complete(self, number: int, part: Part) -> bool:
+    def _is_complete(self, number: int, part: JointLoader) -> bool:
         if part.cycle < 0:
             return self._ended_before[number]
         return part.num_left == 0 and (part.num_read >= part.length or part.came_to_end)
 
-    def _position_of(self, number: int, part: Part) -> dict[str, Any]:
+    def _position_of(self, number: int, part: JointLoader) -> dict[str, Any]:
         feed, name = self._feeds[number], self._loader.part_names[number]
         position = feed.position(part.num_read)
         if part.cycle < 0:  # store the random states of a loader not yet read, but not its counts

@@ -20,7 +20,7 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 END = object()  # END is not None, because None can be a batch of a user's loader
 
 
-class Part:
+class JointLoader:
     """One of several loaders that are read together.
 
     Args:
@@ -95,7 +95,7 @@ class Joined(NamedTuple):
     batches: Sequence[Any]
 
 
-def joined(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
+def joined(parts: Sequence[JointLoader], mode: str) -> Iterator[Joined]:
     """Yield the batches of ``parts``, combined according to ``mode``.
 
     Each part must have been started by :func:`begin`, or must continue a pass. In mode ``"sequential"``, each part
@@ -108,14 +108,14 @@ def joined(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
             part.stop()
 
 
-def _together(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
+def _together(parts: Sequence[JointLoader], mode: str) -> Iterator[Joined]:
     indices = range(len(parts))
     read = {"min_size": _read_min, "max_size": _read_max, "max_size_cycle": _read_cycle}[mode]
     while (batches := read(parts)) is not None:
         yield Joined(indices, batches)
 
 
-def begin(parts: Sequence[Part], mode: str) -> None:
+def begin(parts: Sequence[JointLoader], mode: str) -> None:
     """Start the parts that must be started before the first batch is read."""
     for part in parts[:1] if mode == "sequential" else parts:
         part.begin()
@@ -128,14 +128,14 @@ def num_joined(lengths: Sequence[float], mode: str) -> float:
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
-def num_joined_left(parts: Sequence[Part], mode: str) -> float:
+def num_joined_left(parts: Sequence[JointLoader], mode: str) -> float:
     """Return the number of steps that :func:`joined` still yields for started parts."""
     if mode == "max_size_cycle":  # parts that have restarted are not counted
         return max((part.num_left for part in parts if not part.came_to_end), default=0)
     return num_joined([part.num_left for part in parts], mode)
 
 
-def _read_min(parts: Sequence[Part]) -> list[Any] | None:
+def _read_min(parts: Sequence[JointLoader]) -> list[Any] | None:
     if any(part.num_left == 0 for part in parts):
         return None
     batches = []
@@ -147,14 +147,14 @@ def _read_min(parts: Sequence[Part]) -> list[Any] | None:
     return batches
 
 
-def _read_max(parts: Sequence[Part]) -> list[Any] | None:
+def _read_max(parts: Sequence[JointLoader]) -> list[Any] | None:
     batches = [part.read() for part in parts]
     if all(batch is END for batch in batches):
         return None
     return [None if batch is END else batch for batch in batches]
 
 
-def _read_cycle(parts: Sequence[Part]) -> list[Any] | None:
+def _read_cycle(parts: Sequence[JointLoader]) -> list[Any] | None:
     batches = {number: part.read() for number, part in enumerate(parts) if not part.came_to_end}
     if all(part.came_to_end for part in parts):
         return None
@@ -163,7 +163,7 @@ def _read_cycle(parts: Sequence[Part]) -> list[Any] | None:
     ]
 
 
-def _read_again(part: Part) -> Any:
+def _read_again(part: JointLoader) -> Any:
     batch = part.read()
     if batch is END:
         part.begin()
@@ -178,7 +178,7 @@ def _read_again(part: Part) -> Any:
     return batch
 
 
-def _one_after_another(parts: Sequence[Part]) -> Iterator[Joined]:
+def _one_after_another(parts: Sequence[JointLoader]) -> Iterator[Joined]:
     for number, part in enumerate(parts):
         if part.cycle < 0:
             if part.limit == 0:

@@ -13,7 +13,7 @@ from roomier.engine.choose_updates import updates_of
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
-from roomier.engine.levers import apply_levers
+from roomier.engine.forward_levers import apply_levers
 from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.offload import filled_parameters, offloaded_shards
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps

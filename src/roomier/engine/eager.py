@@ -17,7 +17,7 @@ from roomier.core.errors import TrainingError
 from roomier.core.ranks import announced
 from roomier.engine.engine_state import check_optimizers, load_optimizers, optimizer_places, optimizer_states
 from roomier.engine.facts import Facts
-from roomier.engine.levers import Levers
+from roomier.engine.forward_levers import Levers
 from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights
 from roomier.engine.moments import moments_of
 from roomier.engine.no_terms import zero_gradients

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.tree import map_tensors, tensors
 from roomier.engine.facts import Facts
-from roomier.engine.levers import Levers
+from roomier.engine.forward_levers import Levers
 from roomier.engine.parallel import Parallel
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.updates import Updates

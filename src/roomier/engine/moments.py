@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from roomier.engine.levers import Levers
+from roomier.engine.forward_levers import Levers
 from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
 

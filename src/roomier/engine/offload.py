@@ -6,7 +6,7 @@
 | parameters that ``fully_shard`` shards | :func:`offloaded_shards` | ``techniques/offload/shards.py`` |
 | gradients of these parameters | both functions | ``techniques/offload/gradients.py`` |
 | optimizer states | :func:`offloaded_updates` | ``techniques/offload/states.py`` |
-| activations | ``techniques/activation/recompute.py`` | ``techniques/activation/offload.py`` |
+| activations | ``techniques/activation/recompute.py`` | ``techniques/activation/copies.py`` |
 
 :func:`tier_of` creates the storage of the parameters and states: records in host memory or on disk
 (``techniques/tiers``). ``build`` calls :func:`filled_parameters` or :func:`offloaded_shards` before it creates the

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.wrapped import network_of

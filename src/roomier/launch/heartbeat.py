@@ -32,7 +32,7 @@ from roomier.launch.environment import STARTED_BY_ROOMIER
 from roomier.launch.failure import FailureNews, report_to_torchrun
 from roomier.launch.judge import TICK_S, Judge, Limits
 from roomier.launch.late_messages import end_of, names_of, note_of, position_of, report_of, say
-from roomier.launch.records import Activity, Late, Position, Record, Verdict
+from roomier.launch.records import Activity, Late, Position, RankRecord, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
 _MARGIN_S = 5.0  # additional time per tick, in which the other ranks can read a record of rank 0
@@ -116,8 +116,8 @@ class Heartbeat:
         self.run: WatchedRun | None = None
         self._world, self._connect, self._news, self._end_process = world, connect, news, end_process
         process = psutil.Process()
-        self._record = Record(0, _OUTSIDE, {}, socket.gethostname(), process.pid, process.create_time())
-        self._zero: Record | None = None
+        self._record = RankRecord(0, _OUTSIDE, {}, socket.gethostname(), process.pid, process.create_time())
+        self._zero: RankRecord | None = None
         self._judge: Judge | None = None
         self._verdict: Verdict | None = None
         self._last_number = 0
@@ -146,7 +146,7 @@ class Heartbeat:
         run = self.run
         return TICK_S if run is None else run.limits.tick_s
 
-    def _next_record(self) -> Record:
+    def _next_record(self) -> RankRecord:
         run, position = self.run, _OUTSIDE
         if run is not None:
             position = self._record.position
@@ -186,17 +186,17 @@ class Heartbeat:
         if not store.check([_key(0)]):
             return
         message = json.loads(store.get(_key(0)))
-        self._zero = Record.of(message["record"])
+        self._zero = RankRecord.of(message["record"])
         if message["verdict"] is not None:
             self._act(Verdict.of(message["verdict"]))
 
-    def _records_of_others(self, store: Store) -> dict[int, Record]:
+    def _records_of_others(self, store: Store) -> dict[int, RankRecord]:
         """Return the records of the other ranks; empty until all of these ranks have published a record."""
         ranks = range(1, self._world.size)
         keys = [_key(rank) for rank in ranks]
         if not store.check(keys):
             return {}
-        return {rank: Record.of(json.loads(text)) for rank, text in zip(ranks, store.multi_get(keys), strict=True)}
+        return {rank: RankRecord.of(json.loads(text)) for rank, text in zip(ranks, store.multi_get(keys), strict=True)}
 
     def _publish_as_zero(self, store: Store) -> None:
         verdict = None if self._verdict is None else asdict(self._verdict)
@@ -318,7 +318,7 @@ def _ranks(late: Sequence[Late]) -> set[int]:
     return {each.rank for each in late}
 
 
-def _process_of(record: Record) -> psutil.Process | None:
+def _process_of(record: RankRecord) -> psutil.Process | None:
     """Return the process that published ``record``; None if this process has ended, runs on a different machine, or
     runs a different command."""
     if record.host != socket.gethostname():
@@ -331,7 +331,7 @@ def _process_of(record: Record) -> psutil.Process | None:
         return None
 
 
-def _process_state(record: Record) -> str | None:
+def _process_state(record: RankRecord) -> str | None:
     process = _process_of(record)
     try:
         return None if process is None else str(process.status())

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from roomier.launch.records import Activity, Late, Record
+from roomier.launch.records import Activity, Late, RankRecord
 
 REPORT_S = 60.0
 TICK_S = 5.0
@@ -49,7 +49,7 @@ class Limits:
 class _Seen:
     """Last record of a rank and the times at which parts of it changed."""
 
-    record: Record
+    record: RankRecord
     beat_s: float
     place_s: float
     step_s: float
@@ -68,7 +68,7 @@ class Judge:
             not measured if a rank had an activity other than ``STEP`` in the meantime.
     """
 
-    def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:
+    def __init__(self, limits: Limits, process_state: Callable[[RankRecord], str | None] = lambda _: None) -> None:
         self.limits = limits
         self.slowest_s = 0.0
         self._process_state = process_state
@@ -77,7 +77,7 @@ class Judge:
         self._last_look_s: float | None = None
         self._unmeasured_s = 0.0
 
-    def look(self, now_s: float, records: Mapping[int, Record]) -> list[Late]:
+    def look(self, now_s: float, records: Mapping[int, RankRecord]) -> list[Late]:
         """Return the ranks that are late now.
 
         Args:
@@ -96,7 +96,7 @@ class Judge:
         found = [self._late(rank, seen) for rank, seen in self._seen.items()]
         return [late for late in found if late is not None]
 
-    def _updated(self, seen: _Seen | None, record: Record) -> _Seen:
+    def _updated(self, seen: _Seen | None, record: RankRecord) -> _Seen:
         now_s = self._clock_s
         if seen is None:
             return _Seen(record, now_s, now_s, now_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from roomier.core.errors import TrainingError
 from roomier.core.units import format_seconds
-from roomier.launch.records import Late, Record
+from roomier.launch.records import Late, RankRecord
 
 _NUM_SHOWN = 8
 
@@ -40,7 +40,7 @@ def report_of(late: Sequence[Late]) -> str:
     )
 
 
-def position_of(rank: int, record: Record, stack: str) -> str:
+def position_of(rank: int, record: RankRecord, stack: str) -> str:
     """Return the position and the stack of one rank as text."""
     return f"rank {rank}: {record.position}\n{stack.rstrip()}"
 

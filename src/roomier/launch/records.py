@@ -50,7 +50,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """State that a rank publishes at each tick of its heartbeat.
 
     Attributes:
@@ -102,7 +102,7 @@ class Late:
     """
 
     rank: int
-    record: Record
+    record: RankRecord
     waited_s: float
     left_s: float | None
     is_silent: bool = False
@@ -128,5 +128,5 @@ class Verdict:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Create a verdict from parsed JSON."""
-        late = [Late(**{**each, "record": Record.of(each["record"])}) for each in values["late"]]
+        late = [Late(**{**each, "record": RankRecord.of(each["record"])}) for each in values["late"]]
         return cls(**{**values, "late": late})

@@ -26,7 +26,7 @@ from roomier.engine.prepared import build_prepared
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
 from roomier.plan.migrate.accelerate import MEMBERS, PRECISIONS
-from roomier.prepared.loader import Accumulation, PreparedLoader, prepared_loader
+from roomier.prepared.loader import AccumulationState, PreparedLoader, prepared_loader
 from roomier.prepared.model import PreparedModel
 from roomier.prepared.optimizer import PreparedOptimizer, PreparedScheduler
 from roomier.prepared.project import last_checkpoint, next_checkpoint, project_of, remove_oldest
@@ -118,7 +118,7 @@ class Accelerator:
         loaders = keywords.get("dataloader_config")
         self.split_batches = split_batches or bool(getattr(loaders, "split_batches", False))
         plugin = keywords.get("gradient_accumulation_plugin")
-        self._accumulation = Accumulation(
+        self._accumulation = AccumulationState(
             self.plan.batch.accumulate_grad_batches, bool(getattr(plugin, "sync_with_dataloader", True))
         )
         self._mover = BatchMover(self.device)

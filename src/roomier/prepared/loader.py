@@ -24,7 +24,7 @@ _END = object()
 
 
 @dataclass
-class Accumulation:
+class AccumulationState:
     """State that the prepared model, optimizers, schedulers and loaders of one Accelerator share.
 
     Attributes:
@@ -51,7 +51,7 @@ class Accumulation:
 
 
 @dataclass
-class Order:
+class LoaderPosition:
     """Position of a loader in its epochs. All copies of the loader share this position.
 
     Attributes:
@@ -90,7 +90,7 @@ class PreparedLoader:
         self,
         loader: DataLoader[Any],
         move: Callable[[Any], Any],
-        accumulation: Accumulation,
+        accumulation: AccumulationState,
         ranks: Ranks,
         *,
         share: Share | None = None,
@@ -98,7 +98,7 @@ class PreparedLoader:
     ) -> None:
         self.loader = loader
         self.end_of_dataloader = False
-        self.order = Order()
+        self.order = LoaderPosition()
         self._move = move
         self._accumulation = accumulation
         self._ranks = ranks
@@ -225,7 +225,7 @@ def prepared_loader(
     loader: DataLoader[Any],
     ranks: Ranks,
     move: Callable[[Any], Any],
-    accumulation: Accumulation,
+    accumulation: AccumulationState,
     *,
     splits_batches: bool = False,
 ) -> PreparedLoader:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.engine.model_engine import ModelEngine
-from roomier.prepared.loader import Accumulation
+from roomier.prepared.loader import AccumulationState
 from roomier.techniques.optim.proxy import OptimizerProxy
 
 
@@ -22,7 +22,7 @@ class PreparedOptimizer(OptimizerProxy):
         accumulation: position of the loop.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: ModelEngine, accumulation: Accumulation) -> None:
+    def __init__(self, optimizer: Optimizer, engine: ModelEngine, accumulation: AccumulationState) -> None:
         super().__init__(optimizer)
         self._engine = engine
         self._accumulation = accumulation
@@ -88,7 +88,7 @@ class PreparedScheduler:
         self,
         scheduler: Any,
         optimizers: Sequence[PreparedOptimizer],
-        accumulation: Accumulation,
+        accumulation: AccumulationState,
         *,
         num_processes: int,
         steps_with_optimizer: bool,

@@ -15,7 +15,7 @@ import torch
 
 from roomier.api.engine import Engine
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError, TrainingError

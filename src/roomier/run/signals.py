@@ -37,14 +37,14 @@ class GracefulStop:
         self.received: signal.Signals | None = None
         self._is_alone = is_alone
         self._before: dict[signal.Signals, Any] = {}
-        self._watch: _Watch | None = None
+        self._watch: _ExitThread | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             requeues = "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
             numbers = _SIGNALS if requeues else _SIGNALS[:2]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
-            self._watch = None if self._is_alone else _Watch()
+            self._watch = None if self._is_alone else _ExitThread()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -69,7 +69,7 @@ class GracefulStop:
             notice(f"{self.noted.name}: the run ends after this step (send the signal again to exit immediately)")
 
 
-class _Watch:
+class _ExitThread:
     """Thread that terminates a process that cannot react to a second signal.
 
     [Note: signals in a collective]
@@ -83,7 +83,7 @@ class _Watch:
         is_obeyed: True if Python called the handler for the second signal.
     """
 
-    open: ClassVar[_Watch | None] = None
+    open: ClassVar[_ExitThread | None] = None
 
     def __init__(self) -> None:
         self.is_obeyed = False
@@ -91,14 +91,14 @@ class _Watch:
         self._read, self._written = socket.socketpair()
         self._written.setblocking(False)
         self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        self._outer, _Watch.open = _Watch.open, self
+        self._outer, _ExitThread.open = _ExitThread.open, self
         self._thread = threading.Thread(target=self._run, name="roomier-signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread and restore the previous wakeup file descriptor."""
         signal.set_wakeup_fd(self._before)
-        _Watch.open = self._outer
+        _ExitThread.open = self._outer
         self._is_closed.set()
         # Shut down the socket, so that the thread reads an end-of-file. Closing the socket is not sufficient if a
         # forked worker has a copy of it.
@@ -120,9 +120,9 @@ class _Watch:
 
 
 def _close_in_child() -> None:
-    if _Watch.open is not None:
+    if _ExitThread.open is not None:
         signal.set_wakeup_fd(-1)
-        _Watch.open = None
+        _ExitThread.open = None
 
 
 os.register_at_fork(after_in_child=_close_in_child)

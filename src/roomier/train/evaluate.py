@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import step_of

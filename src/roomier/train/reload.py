@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import DataLoader
 
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.core.log import quiet
 from roomier.run.run import Run
 from roomier.train.evaluate import preserved_rng

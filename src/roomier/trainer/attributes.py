@@ -75,7 +75,7 @@ _INSTEAD = {
 """Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
 
 
-class Shown(dict[str, Any]):
+class MetricsSnapshot(dict[str, Any]):
     """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
 
     Args:
@@ -388,8 +388,8 @@ class TrainerAttributes(TrainerView):
     def _shown(self, what: str) -> dict[str, Any]:
         given = self.given_metrics[what]
         if self.run is None:
-            return Shown(given, given)
-        return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
+            return MetricsSnapshot(given, given)
+        return MetricsSnapshot({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
 
     @property
     def engine(self) -> Engine:

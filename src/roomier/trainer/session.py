@@ -19,7 +19,7 @@ from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import LOG_METHODS, Callback
-from roomier.api.lightning import with_methods_of_module
+from roomier.api.lightning_module import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
@@ -46,9 +46,9 @@ from roomier.train.opening.open_run import (
     open_run,
     restore_run,
 )
+from roomier.train.opening.process_settings import process_settings
 from roomier.train.opening.profiled import profiled
 from roomier.train.opening.run_folder import is_run_folder
-from roomier.train.opening.settings import process_settings
 from roomier.train.opening.shown_values import num_batches_of_loaders
 from roomier.train.position import watch_for_hangs
 from roomier.train.saving.save import is_found_as_last

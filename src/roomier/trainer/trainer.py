@@ -50,7 +50,7 @@ from roomier.trainer.keywords.arguments import (
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.lightning.file_checkpoint import save_lightning_file, saves_file
-from roomier.trainer.measured import by_loader, metrics_table
+from roomier.trainer.metrics_table import by_loader, metrics_table
 from roomier.trainer.report import report_end
 from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial

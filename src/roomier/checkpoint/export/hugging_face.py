@@ -106,13 +106,13 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
         conversions = conversions_to_files(model, shapes)
     return [
         ToWrite(name, dtype_in_file(stored.specs[keys[group.conversion.sources[0]]].dtype, dtype), shape, reader)
-        for group in (_Group(stored, keys, each) for each in conversions)
+        for group in (_ConvertedTensors(stored, keys, each) for each in conversions)
         for name, shape, reader in group.tensors()
     ]
 
 
 @dataclass
-class _Group:
+class _ConvertedTensors:
     """Tensors that one conversion creates for the files. The tensors remain in memory from the first read to the last
     read."""
 

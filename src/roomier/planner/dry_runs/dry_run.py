@@ -21,7 +21,7 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts
-from roomier.engine.levers import Levers
+from roomier.engine.forward_levers import Levers
 from roomier.engine.optimizers import configure
 from roomier.plan import OffloadPlan, Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, DryEstimates

@@ -5,9 +5,9 @@ Three steps are known: one in which all blocks save only their input, one in whi
 products, and one in which they save all activations. At any time, the steps differ in the bytes that blocks save
 between their forward and backward passes, and in the memory of the running block. The difference after the forward pass
 of a block is the memory that the activations of this block require. These values define the optimization problem that a
-run solves after its measured step (:mod:`roomier.techniques.activation.choose`). For a given choice, the intervals of
-each block come from the step in which all blocks save the activations that this block saves. The difference in the
-bytes that the earlier blocks save is added.
+run solves after its measured step (:mod:`roomier.techniques.activation.budget_choice`). For a given choice, the
+intervals of each block come from the step in which all blocks save the activations that this block saves. The
+difference in the bytes that the earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
 the same bytes.
@@ -25,7 +25,7 @@ from roomier.planner.fake.user_code import UnexpectedStepError
 from roomier.planner.memory.kinds import Kind, total_bytes
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import budget_bytes_of, too_small
-from roomier.techniques.activation.choose import Option, Stage, choose, least_peak_bytes
+from roomier.techniques.activation.budget_choice import SavingOption, Stage, choose, least_peak_bytes
 from roomier.techniques.activation.profile import KEEPS
 
 UNIFORM = {
@@ -167,10 +167,10 @@ def _stages(
         for keep, step in steps.items():
             peak = _peak_bytes(step.parts[index]) - total_bytes(more[keep][num_before])
             own[keep][num_before + 1] = max(own[keep][num_before + 1], peak)
-    stages = [Stage((Option(0, outside[0], 0),), outside[0])]
+    stages = [Stage((SavingOption(0, outside[0], 0),), outside[0])]
     for number, place in enumerate(base.order, start=1):
         options = tuple(
-            Option(
+            SavingOption(
                 kept_bytes=total_bytes(more[keep][number]) - total_bytes(more[keep][number - 1]),
                 own_peak_bytes=own[keep][number],
                 lost_ns=lost_ns(place, keep),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from roomier.api.lightning import lend_to_lightning
+from roomier.api.lightning_module import lend_to_lightning
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core import torch_fake, torch_private

@@ -41,7 +41,7 @@ from roomier.planner.memory.weights import Unit, Weight, buffer_bytes, units_wit
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
-from roomier.techniques.activation.offload import MIN_BYTES
+from roomier.techniques.activation.copies import MIN_BYTES
 from roomier.techniques.offload.regions import large_modules
 from roomier.techniques.optim.averaging import tensors_to_average
 from roomier.techniques.parallel.shard import closed_blocks, root_parameters_of, units_of

@@ -1,7 +1,7 @@
 """Traces of models whose blocks store their activations in host memory or on disk.
 
 A dry run does not distinguish memory on the device and on the host, so both are calculated; see
-[Note: two blocks at a time] in :mod:`roomier.techniques.activation.offload`. During the forward or backward pass of a
+[Note: two blocks at a time] in :mod:`roomier.techniques.activation.copies`. During the forward or backward pass of a
 block, the device stores the activations of this block and the previous block. The host or the disk stores the
 activations of all blocks. Tensors smaller than ``MIN_BYTES`` remain on the device.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 from roomier.plan import Plan
 from roomier.planner.formula.trace import Execution, Rise, Trace
 from roomier.planner.hardware.machine import Machine
-from roomier.techniques.activation.offload import MIN_BYTES
+from roomier.techniques.activation.copies import MIN_BYTES
 
 
 def leave_device(plan: Plan, machine: Machine) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roomier.core import torch_private
 from roomier.core.wrapped_forward import WrappedForward, install
-from roomier.techniques.activation.offload import Offload
+from roomier.techniques.activation.copies import Offload
 from roomier.techniques.activation.repeat import Buffers, Surroundings, without_caches
 from roomier.techniques.activation.selective import OnDevice, Products, Saved, products_kept
 
@@ -85,7 +85,7 @@ class BlockForward(WrappedForward):
         leaves, form = torch_private.split_leaves((args, kwargs))
         leaves = [_extracted(leaf, found) for leaf in leaves]
         products = Products(save) if self.keep is Keep.PRODUCTS else None
-        call = _Call(self.forward, leaves, form, Surroundings(self._buffers), products)
+        call = _BlockCall(self.forward, leaves, form, Surroundings(self._buffers), products)
         # Tensors are passed as arguments, so that ``checkpoint`` saves them and restores the random generators of their
         # devices.
         return checkpoint(call, *found, use_reentrant=False)
@@ -114,12 +114,12 @@ class MovingForward(WrappedForward):
             return self.forward(*args, **kwargs)
 
 
-class _Call:
+class _BlockCall:
     """Repeatable call of a block.
 
     Args:
         forward: original ``forward`` method of the block.
-        leaves: leaves of the positional and keyword arguments, with a :class:`_Place` instead of each tensor.
+        leaves: leaves of the positional and keyword arguments, with a :class:`_TensorPlaceholder` for each tensor.
         form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
             containers, such as ``PackedSequence``, accept only tensors.
         surroundings: buffer values and random states of Python and NumPy that are restored for the second forward pass.
@@ -142,7 +142,7 @@ class _Call:
         self._is_first = True
 
     def __call__(self, *found: Tensor) -> Any:
-        leaves = [found[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        leaves = [found[leaf.index] if isinstance(leaf, _TensorPlaceholder) else leaf for leaf in self._leaves]
         args, kwargs = torch_private.join_leaves(leaves, self._form)
         if not self._is_first:
             with self._surroundings.restored(), nullcontext() if self._products is None else self._products.replayed():
@@ -155,7 +155,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlaceholder:
     """Placeholder for a tensor in the arguments of a call."""
 
     index: int
@@ -165,7 +165,7 @@ def _extracted(leaf: Any, found: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     found.append(leaf)
-    return _Place(len(found) - 1)
+    return _TensorPlaceholder(len(found) - 1)
 
 
 class Recompute:

@@ -3,9 +3,9 @@
 [Note: when the choice is made]
 In the first step, each block saves the minimum, which is only its input, and the optimizers create their states. The
 second step saves the same activations and is measured (:mod:`roomier.techniques.activation.profile`). The activations
-to save are chosen before the third step (:mod:`roomier.techniques.activation.choose`). With several ranks, the choice
-uses the worst value of each measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical
-for every choice, so the step in which the choice is made does not affect the result.
+to save are chosen before the third step (:mod:`roomier.techniques.activation.budget_choice`). With several ranks, the
+choice uses the worst value of each measurement over all ranks, so all ranks make the same choice. Gradients are
+bit-identical for every choice, so the step in which the choice is made does not affect the result.
 
 A later step can have a batch with larger tensors than any measured batch. In this case, a run on one rank also measures
 this step, and the new choice fits all measurements. With several ranks, the other ranks do not have this measurement,
@@ -30,7 +30,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.units import format_bytes
 from roomier.plan.parts import ActivationPlan
 from roomier.techniques.activation.block_forward import BlockForward, Keep, Recompute
-from roomier.techniques.activation.choose import Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.techniques.activation.budget_choice import Stage, choose, least_peak_bytes, lost_ns, peak_bytes
 from roomier.techniques.activation.live_bytes import LiveBytes
 from roomier.techniques.activation.profile import Recorder
 from roomier.techniques.activation.stages import (

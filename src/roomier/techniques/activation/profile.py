@@ -29,8 +29,8 @@ from roomier.core.device.streams import synchronize, timed_event
 from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import WrappedForward
 from roomier.techniques.activation.block_forward import BlockForward, Keep
+from roomier.techniques.activation.copies import Offload
 from roomier.techniques.activation.live_bytes import LiveBytes, is_strided, live_bytes_on
-from roomier.techniques.activation.offload import Offload
 from roomier.techniques.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 
 StorageReference = weakref.ref[torch.UntypedStorage]
@@ -118,7 +118,7 @@ class Recorder:
     def __init__(self, blocks: Sequence[BlockForward], device: torch.device, live: LiveBytes | None = None) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moment] = []
-        self.interception = Interception()
+        self.interception = InterceptionTime()
         self._blocks = blocks
         self._device = device
         self.live: LiveBytes = live_bytes_on(device) if live is None else live
@@ -343,7 +343,7 @@ def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:
 
 
 @dataclass(frozen=True)
-class Interception:
+class InterceptionTime:
     """Additional host time of an operation when products are saved or reused.
 
     Attributes:
@@ -360,10 +360,10 @@ class Interception:
         return self.operation_ns * (call.num_operations - num_products) + self.product_ns * num_products
 
 
-def measured_interception() -> Interception:
+def measured_interception() -> InterceptionTime:
     """Measure the additional time of intercepted operations on the CPU, where host time adds to the step time."""
     small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # zeros require no random numbers
-    return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
+    return InterceptionTime(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
 
 
 def _longer_ns(operate: Callable[[], Tensor], num_operations: int = 40, num_turns: int = 5) -> int:

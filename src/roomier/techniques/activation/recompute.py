@@ -15,8 +15,8 @@ from roomier.core.wrapped_forward import install
 from roomier.plan.parts import ActivationPlan, OffloadPlan
 from roomier.techniques.activation.block_forward import BlockForward, Keep, Recompute
 from roomier.techniques.activation.budget import BudgetedRecompute
+from roomier.techniques.activation.copies import Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.activation.offload import Offload
 from roomier.techniques.tiers.scratch import Scratch
 
 

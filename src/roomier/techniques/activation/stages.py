@@ -1,4 +1,4 @@
-"""Convert a recorded step to the optimization problem of :mod:`roomier.techniques.activation.choose`."""
+"""Convert a recorded step to the optimization problem of :mod:`roomier.techniques.activation.budget_choice`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from roomier.techniques.activation.block_forward import Keep
-from roomier.techniques.activation.choose import Option, Stage
-from roomier.techniques.activation.offload import CopyTimes
-from roomier.techniques.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
+from roomier.techniques.activation.budget_choice import SavingOption, Stage
+from roomier.techniques.activation.copies import CopyTimes
+from roomier.techniques.activation.profile import KEEPS, Call, InterceptionTime, Moment, Recorder, total_ns
 
 # Fraction of a copy's time that counts as lost even if the copy overlaps with computation, to avoid unnecessary copies.
 _COPY_COST = 0.02
@@ -71,7 +71,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         # Outside of blocks, or while a later block is between its forward and backward passes.
         if not own or last > own:
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
-    stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
+    stages = [Stage((SavingOption(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
         calls = [call for call in recorder.calls if call.block == block]
         options = [_option(keep, calls, own_moments[place], recorder) for keep in KEEPS]
@@ -81,7 +81,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
     return Profile(order, tuple(stages))
 
 
-def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder) -> Option:
+def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder) -> SavingOption:
     block = calls[0].block
 
     known_bytes = max(call.kept_bytes[keep] for call in calls if call.kept_bytes is not None)
@@ -91,7 +91,7 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
             known_bytes if call.kept_bytes is None else call.kept_bytes[keep] for call in alive if call.block == block
         )
 
-    return Option(
+    return SavingOption(
         kept_bytes=max(
             kept_bytes([*moment.alive, *([moment.own] if moment.own else [])]) for moment in recorder.moments
         ),
@@ -101,7 +101,9 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
     )
 
 
-def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
+def _moved_option(
+    kept: SavingOption, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes
+) -> SavingOption:
     """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves all
     activations on the device.
 
@@ -118,7 +120,7 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
 
     num_moved = max(num_calls([*each.alive, *([each.own] if each.own else [])]) for each in recorder.moments)
     num_others = max(num_calls(moment.alive) for moment in own)
-    return Option(
+    return SavingOption(
         kept_bytes=unmoved_bytes * num_moved,
         # The tensors of another call of the same block can be on the device in addition to the tensors of the current
         # call.
@@ -161,7 +163,7 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
     return moment.peak_bytes + idle_bytes
 
 
-def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
+def lost_ns(call: Call, keep: Keep, interception: InterceptionTime) -> int:
     """Return the time in nanoseconds that a block's second forward pass takes if the block saves the activations that
     ``keep`` selects.
 
@@ -188,7 +190,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
     merged = []
     for stages in zip(*(profile.stages for profile in profiles), strict=True):
         options = tuple(
-            Option(*(max(values) for values in zip(*map(astuple, same), strict=True)))
+            SavingOption(*(max(values) for values in zip(*map(astuple, same), strict=True)))
             for same in zip(*(stage.options for stage in stages), strict=True)
         )
         merged.append(Stage(options, max(stage.outside_peak_bytes for stage in stages)))

@@ -26,7 +26,7 @@ _SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is not an operator, 
 _SOFTMAX = "aten::_softmax"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of attention.
 
     Attributes:
@@ -50,7 +50,7 @@ class AttentionReport:
         calls: number of calls by kernel, shape and dtype.
     """
 
-    calls: Counter[Call] = field(default_factory=Counter)
+    calls: Counter[AttentionCall] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """Return one line for each combination of kernel, shape and dtype; an empty list if there is no attention."""
@@ -99,7 +99,7 @@ class AttentionWatch:
         return func(*args, **kwargs)
 
     def _note(self, kernel: str, tensor: Tensor) -> None:
-        self._report.calls[Call(kernel, tuple(tensor.shape), tensor.dtype)] += 1
+        self._report.calls[AttentionCall(kernel, tuple(tensor.shape), tensor.dtype)] += 1
 
 
 def _are_scores(tensor: Tensor, dim: int) -> bool:

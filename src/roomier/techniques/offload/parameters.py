@@ -88,13 +88,13 @@ class OffloadedParameters(Residency):
     def saved(self, regions: Regions) -> saved_tensors_hooks:
         """Return a context for saved tensors. When autograd reads a saved tensor that uses the memory of ``regions``,
         these regions are brought to the device."""
-        pack, unpack = torch_offload.saving_hooks() or (_Saved, _Saved.checked)
+        pack, unpack = torch_offload.saving_hooks() or (_OtherSaved, _OtherSaved.checked)
 
         def save(tensor: Tensor) -> Any:
-            return _Weight(tensor) if self._belongs(tensor, regions) else pack(tensor)
+            return _SavedWeight(tensor) if self._belongs(tensor, regions) else pack(tensor)
 
         def load(packed: Any) -> Tensor:
-            if not isinstance(packed, _Weight):
+            if not isinstance(packed, _SavedWeight):
                 return unpack(packed)
             self.use(regions)
             return packed.tensor
@@ -160,7 +160,7 @@ class RegionForward(WrappedForward):
         return output
 
 
-class _Weight:
+class _SavedWeight:
     """A saved tensor that uses the memory of a region, or of a copy that autocast created from a parameter of a
     region."""
 
@@ -170,7 +170,7 @@ class _Weight:
         self.tensor = tensor
 
 
-class _Saved:
+class _OtherSaved:
     """A saved tensor of any other kind. Autograd does not check the versions of tensors that hooks save, so this class
     checks them."""
 

@@ -44,7 +44,7 @@ States = Mapping[nn.Parameter, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StatePlace:
     """Position of one state in the record of its unit.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Place:
 
 
 @dataclass
-class _Slot:
+class _UnitStates:
     """The states of one unit.
 
     Attributes:
@@ -91,11 +91,11 @@ class _Slot:
     unit: Unit
     record: int
     spare: int
-    places: tuple[_Place, ...] = ()
+    places: tuple[_StatePlace, ...] = ()
     content: Tensor | None = None
     counts: tuple[tuple[nn.Parameter, str, Any], ...] = ()
     is_mapped: bool = False
-    placed: tuple[_Place, ...] = ()
+    placed: tuple[_StatePlace, ...] = ()
     addresses: tuple[int, ...] = ()
 
     @property
@@ -149,7 +149,7 @@ class OffloadedStates:
         self._states: dict[nn.Parameter, Any] = {p: homes[p] for unit in units for p in unit.parameters}
         num_leaving = len(units) - first
         self._slots = {
-            number: _Slot(units[number], number - first, number - first + num_leaving * is_speculative)
+            number: _UnitStates(units[number], number - first, number - first + num_leaving * is_speculative)
             for number in range(first, len(units))
         }
 
@@ -294,7 +294,7 @@ class OffloadedStates:
         found: dict[str, Any] = self._states[parameter].get(parameter, {})
         return found
 
-    def _show(self, slot: _Slot, content: Tensor | None) -> None:
+    def _show(self, slot: _UnitStates, content: Tensor | None) -> None:
         """Set the states of a unit to views of ``content``, or to tensors without data."""
         slot.is_mapped = False
         for place in slot.places:
@@ -302,7 +302,7 @@ class OffloadedStates:
             part = place.away() if content is None else place.within(content)
             states[place.key] = with_local_part(states[place.key], part)
 
-    def _gather(self, slot: _Slot) -> None:
+    def _gather(self, slot: _UnitStates) -> None:
         """Write all states of a unit to its record on the device. Determine the layout if the states are new."""
         found = _leaving(slot.unit, {each: self._of(each) for each in slot.unit.parameters})
         if [(p, key, t.shape, t.dtype) for p, key, t in found] != [
@@ -317,7 +317,7 @@ class OffloadedStates:
             if target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
 
-    def _weights_in(self, slot: _Slot, content: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _weights_in(self, slot: _UnitStates, content: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         first = len(content)
         for parameter in slot.unit.parameters:
             size = _weight_bytes(parameter)
@@ -340,12 +340,12 @@ def _leaving(unit: Unit, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> li
     ]
 
 
-def _layout(found: Sequence[tuple[nn.Parameter, str, Tensor]]) -> tuple[_Place, ...]:
+def _layout(found: Sequence[tuple[nn.Parameter, str, Tensor]]) -> tuple[_StatePlace, ...]:
     places, first = [], 0
     for parameter, key, tensor in found:
         first = aligned(first)
         last = first + tensor.numel() * tensor.itemsize
-        places.append(_Place(parameter, key, first, last, tensor.shape, tensor.dtype))
+        places.append(_StatePlace(parameter, key, first, last, tensor.shape, tensor.dtype))
         first = last
     return tuple(places)
 

@@ -43,7 +43,7 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.core.sharded import is_sharded
 from roomier.techniques.optim import block_codes
-from roomier.techniques.optim.block_codes import Region
+from roomier.techniques.optim.block_codes import EqualBlocks
 from roomier.techniques.optim.local import first_element, local, shard_group, sum_over
 from roomier.techniques.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
@@ -424,7 +424,7 @@ def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
     """Return example arguments of :func:`update_blocks`: rows of zeros."""
     rows = torch.zeros(3, 1024, device=device)  # several blocks per row, because torch.compile specializes on size 1
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
-    blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
+    blocks = EqualBlocks(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
     scales = [root_scales[..., None], ratio_scales[..., None]]
     numbers = StepValues(1, 0.9, 0.999, 1e-8, 1.0, 0.0).numbers(device)
     return (

@@ -95,7 +95,7 @@ def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Region:
+class EqualBlocks:
     """Blocks of equal size in all rows, given by the slices of their columns and of their scales."""
 
     columns: slice
@@ -108,13 +108,13 @@ class Region:
         return part.view(part.shape[0], part.shape[1] // self.size, self.size)
 
 
-def regions(num_columns: int, bits: int) -> list[Region]:
+def regions(num_columns: int, bits: int) -> list[EqualBlocks]:
     """Return the blocks of a row: blocks of equal size, and a shorter last block if necessary."""
     size = block_size(num_columns, bits)
     num_equal, left = divmod(num_columns, size)
-    found = [Region(slice(0, num_equal * size), slice(0, num_equal), size)]
+    found = [EqualBlocks(slice(0, num_equal * size), slice(0, num_equal), size)]
     if left:
-        found.append(Region(slice(num_equal * size, num_columns), slice(num_equal, num_equal + 1), left))
+        found.append(EqualBlocks(slice(num_equal * size, num_columns), slice(num_equal, num_equal + 1), left))
     return found
 
 

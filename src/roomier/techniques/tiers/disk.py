@@ -31,13 +31,13 @@ from roomier.core.errors import TierError
 from roomier.core.units import format_bytes
 from roomier.techniques.tiers.buffers import buffer_sizes, discard_content, padded, record_memory
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Job
+from roomier.techniques.tiers.transfers import Transfer
 
 Wait = Callable[[], object]
 
 
 @dataclass(eq=False)
-class _Slot:
+class _RingBuffer:
     """One buffer of the ring.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Slot:
     memory: Tensor
     record: int = -1
     buffer: Tensor | None = None
-    read: Job | None = None
+    read: Transfer | None = None
     read_bytes: int = 0
     wait: Wait | None = None
 
@@ -108,18 +108,18 @@ class DiskTier:
             problem = f"buffers of {format_bytes(equal[0])} do not fit into the host memory"
             raise TierError("offload.buffers", num_buffers, problem, "Use fewer buffers, such as 3") from error
         self.bytes_read = self.bytes_written = 0
-        self._slots = [_Slot(each) for each in memory]
+        self._slots = [_RingBuffer(each) for each in memory]
         self._free = list(self._slots)
         # Records whose reads have not started, each with the number of bytes to read.
         self._expected: deque[tuple[int, int]] = deque()
-        self._coming: dict[int, _Slot] = {}  # Slots by record, in the order in which the records are expected.
-        self._held: dict[int, _Slot] = {}  # Slots by the id of the buffer that the caller holds.
-        self._writes: dict[int, Job] = {}  # The last incomplete write of each record.
+        self._coming: dict[int, _RingBuffer] = {}  # Slots by record, in the order in which the records are expected.
+        self._held: dict[int, _RingBuffer] = {}  # Slots by the id of the buffer that the caller holds.
+        self._writes: dict[int, Transfer] = {}  # The last incomplete write of each record.
         self._mapping: tuple[Tensor, mmap.mmap] | None = (
             None  # one mapping of all records, because each mapping uses a file descriptor
         )
         self._shown: set[int] = set()  # records that code may have written through the mapping
-        self._unused_read: Job | None = None  # a read that was running when its result was no longer needed
+        self._unused_read: Transfer | None = None  # a read that was running when its result was no longer needed
         self._claims: list[int] = []  # sizes of the buffers for which calls wait
         self._is_open = True
 
@@ -130,7 +130,7 @@ class DiskTier:
         with self._scratch.transfers.changed:
             before, self._coming = self._coming, {}
             self._expected.clear()
-            unused: list[_Slot] = []
+            unused: list[_RingBuffer] = []
             for record, size in zip(records, sizes, strict=True):
                 slot = before.pop(record, None)
                 if slot is None or self._cancel(slot):
@@ -207,7 +207,7 @@ class DiskTier:
 
             data = slot.memory[: padded(self._sizes[record])]
             # A read of the same bytes at the same time would return a mixture, which has no valid checksum.
-            job = Job(data, self._positions[record], wait=wait, after=self._unused_read, then=then)
+            job = Transfer(data, self._positions[record], wait=wait, after=self._unused_read, then=then)
             self._writes[record] = job
             self._scratch.transfers.write(job)
             self._fill()  # the record is no longer held and can be read
@@ -269,7 +269,7 @@ class DiskTier:
             self._shown.clear()
             self._mapping = None
 
-    def _claim(self, record: int) -> _Slot:
+    def _claim(self, record: int) -> _RingBuffer:
         """Return a free buffer for ``record``. This method waits until a buffer is free."""
         size = padded(self._sizes[record])
         large_enough = [slot for slot in self._slots if len(slot.memory) >= size]
@@ -290,7 +290,7 @@ class DiskTier:
         self._free.remove(found)
         return found
 
-    def _hold(self, slot: _Slot, record: int) -> Tensor:
+    def _hold(self, slot: _RingBuffer, record: int) -> Tensor:
         """Give the buffer of ``slot`` to the caller."""
         slot.record, slot.read = record, None
         slot.buffer = buffer = slot.memory[: self._sizes[record]]
@@ -324,7 +324,7 @@ class DiskTier:
             self._coming[record] = slot
             self._read(slot, record, 0, num_bytes)
 
-    def _read(self, slot: _Slot, record: int, start: int, end: int, first: bool = False) -> None:
+    def _read(self, slot: _RingBuffer, record: int, start: int, end: int, first: bool = False) -> None:
         """Read the bytes from ``start`` to ``end`` of ``record`` into the buffer of ``slot``."""
         slot.record, slot.read_bytes, slot.read = record, end, None
         if start == end:
@@ -337,11 +337,11 @@ class DiskTier:
 
         data = slot.memory[start:end]
         after = self._writes.get(record)
-        job = Job(data, self._positions[record] + start, wait=slot.wait, after=after, then=then)
+        job = Transfer(data, self._positions[record] + start, wait=slot.wait, after=after, then=then)
         slot.read, slot.wait = job, None
         self._scratch.transfers.read(job, first)
 
-    def _wait_for(self, slot: _Slot) -> None:
+    def _wait_for(self, slot: _RingBuffer) -> None:
         job = slot.read
         if job is not None:
             self._scratch.wait_for(lambda: job.is_done)
@@ -352,7 +352,7 @@ class DiskTier:
         if found is not None:
             self._expected.remove(found)
 
-    def _cancel(self, slot: _Slot) -> bool:
+    def _cancel(self, slot: _RingBuffer) -> bool:
         """Remove the read of ``slot`` if it has not started, and return whether it was removed."""
         job = slot.read
         if job is None or not self._scratch.transfers.cancel(job):
@@ -360,7 +360,7 @@ class DiskTier:
         slot.wait, slot.read = job.wait, None
         return True
 
-    def _discard(self, slot: _Slot) -> None:
+    def _discard(self, slot: _RingBuffer) -> None:
         """Free the buffer of ``slot``, immediately or after its current read."""
         job, slot.read = slot.read, None
         if job is None or job.is_done:
@@ -371,13 +371,13 @@ class DiskTier:
         else:  # only one read runs at a time
             self._unused_read = job
 
-    def _release(self, slot: _Slot) -> None:
+    def _release(self, slot: _RingBuffer) -> None:
         if self._is_open:
             self._free.append(slot)
             self._fill()
 
 
-def _smallest(slots: Sequence[_Slot], num_bytes: int) -> _Slot | None:
+def _smallest(slots: Sequence[_RingBuffer], num_bytes: int) -> _RingBuffer | None:
     """Return the slot with the smallest buffer that has room for ``num_bytes``; None if no buffer has room. Among equal
     buffers, the first slot is returned."""
     return min(

@@ -15,7 +15,7 @@ from torch import nn
 from roomier.api.engine import Engine, StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import LightningAdapter
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.device.rng import separate_rng

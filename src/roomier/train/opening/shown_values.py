@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import logged_hparams_of
+from roomier.api.lightning_module import logged_hparams_of
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.data.batch_feeds import length_of

@@ -24,7 +24,7 @@ from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback, ChecksState
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
-from roomier.checkpoint.lightning import LightningFile, Position, books_of
+from roomier.checkpoint.lightning import LightningFile, LoopPosition, books_of
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
@@ -223,7 +223,7 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
     return {name: shard_like(own[name], each) for name, each in found.items()}
 
 
-def _position_setter(run: Run, position: Position) -> Callable[[], None]:
+def _position_setter(run: Run, position: LoopPosition) -> Callable[[], None]:
     """Return a function that sets the counters and the data of ``run`` to ``position``.
 
     Raises:

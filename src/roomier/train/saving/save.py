@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.lightning import LightningAdapter, described_datamodule, described_hparams
+from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.device.rng import rng_state

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
-from roomier.checkpoint.export.lightning import export_lightning
+from roomier.checkpoint.export.lightning_file import export_lightning
 from roomier.checkpoint.lightning import was_written_for_lightning
 from roomier.checkpoint.record import RECORD_NAME
 from roomier.core.errors import CheckpointError

@@ -37,7 +37,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressView:
     """Counts of the current epoch and of the run."""
 
     current: Counts
@@ -66,14 +66,14 @@ class EpochLoop:
         return self.batch_progress.total.ready - 1
 
     @property
-    def batch_progress(self) -> Progress:
+    def batch_progress(self) -> ProgressView:
         """Counts of batches."""
         run = self._trainer.fitted
         if run is None:
-            return Progress(Counts(0, 0), Counts(0, 0))
+            return ProgressView(Counts(0, 0), Counts(0, 0))
         done, before = run.progress.batch_idx, run.progress.num_batches - run.progress.batch_idx
         begun = max(done, run.now.batch_idx + 1) if run.results.is_in_batch else done
-        return Progress(Counts(begun, done), Counts(before + begun, before + done))
+        return ProgressView(Counts(begun, done), Counts(before + begun, before + done))
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -110,11 +110,11 @@ class FitLoop:
         return EpochLoop(self._trainer)
 
     @property
-    def epoch_progress(self) -> Progress:
+    def epoch_progress(self) -> ProgressView:
         """Counts of epochs."""
         epoch = self._trainer.current_epoch
         counts = Counts(epoch + bool(self._trainer.is_running), epoch)
-        return Progress(counts, counts)
+        return ProgressView(counts, counts)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("max_epochs", "min_epochs"):
@@ -153,7 +153,7 @@ class PrecisionView:
         return self._policy.convert_batch(data)
 
 
-class Accelerator:
+class DeviceTypeView:
     """View of the type of device: the value of ``trainer.accelerator`` if Lightning is not imported."""
 
     def __init__(self, device: torch.device) -> None:
@@ -183,7 +183,7 @@ def accelerator_of(trainer: TrainerView) -> Any:
         kind = getattr(kinds, f"{device.type.upper()}Accelerator", None)
         if kind is not None:
             return kind()
-    return Accelerator(device)
+    return DeviceTypeView(device)
 
 
 class _SkipsInit(TorchFunctionMode):

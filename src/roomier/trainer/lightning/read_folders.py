@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roomier.checkpoint.commit import at_home
-from roomier.checkpoint.export.lightning import lightning_content
+from roomier.checkpoint.export.lightning_file import lightning_content
 from roomier.checkpoint.record import RECORD_NAME
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.tree import map_tensors

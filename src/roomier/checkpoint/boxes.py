@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBox:
     """Box (a rectangular region) of a tensor on this rank.
 
     Attributes:
@@ -36,7 +36,7 @@ class Part:
     is_sharded: bool = False
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
+def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[TensorBox]:
     """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
 
     Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), these ranks take turns:
@@ -50,14 +50,14 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
     for name, tensor in tensors.items():
         if not is_sharded(tensor):
             if writes_whole:
-                found.append(Part(name, (0,) * tensor.dim(), tensor))
+                found.append(TensorBox(name, (0,) * tensor.dim(), tensor))
             continue
         turn += 1  # Count sharded tensors only, because only these tensors are the same on all ranks.
         if not tensor.numel():  # no rank has a shard with elements
             if writes_whole:
-                found.append(Part(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
+                found.append(TensorBox(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
         elif _is_mine(tensor, turn) and tensor.to_local().numel():
-            found.append(Part(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_sharded=True))
+            found.append(TensorBox(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_sharded=True))
     return found
 
 

@@ -13,7 +13,7 @@ GROWTH_BYTES = 2**26  # Minimum number of bytes by which the file grows.
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class FileRegion:
     """Part of a scratch file. The part is free again after the last reference to the region is removed.
 
     Attributes:
@@ -47,7 +47,7 @@ class Regions:
         self._free: list[tuple[int, int]] = []  # start and end of each free part, in ascending order
         self._released: deque[tuple[int, int]] = deque()
 
-    def allocate(self, num_bytes: int) -> Region:
+    def allocate(self, num_bytes: int) -> FileRegion:
         """Return a region of at least ``num_bytes``. Only one thread may call this method.
 
         Raises:
@@ -67,7 +67,7 @@ class Regions:
             del self._free[index]
         else:
             self._free[index] = (start + num_bytes, end)
-        return Region(start, num_bytes, self._released)
+        return FileRegion(start, num_bytes, self._released)
 
     def _find(self, num_bytes: int) -> int | None:
         fitting = (index for index, (start, end) in enumerate(self._free) if end - start >= num_bytes)

@@ -22,7 +22,7 @@ can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES``
 choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
-The offloaded tensors of at most two calls are on the device at a time (:mod:`roomier.techniques.activation.offload`).
+The offloaded tensors of at most two calls are on the device at a time (:mod:`roomier.techniques.activation.copies`).
 At a given moment, all offloaded calls on the device belong to blocks between their forward and backward passes.
 Therefore, the total size of the two largest calls of the first ``k`` blocks is an upper bound on the offloaded bytes on
 the device. If the block that runs at this moment is offloaded, only one other offloaded call is on the device. When
@@ -48,7 +48,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Option:
+class SavingOption:
     """One option for saving the activations of a block.
 
     Attributes:
@@ -79,7 +79,7 @@ class Stage:
             before it are between forward and backward. These blocks save the minimum.
     """
 
-    options: tuple[Option, ...]
+    options: tuple[SavingOption, ...]
     outside_peak_bytes: int
 
 
