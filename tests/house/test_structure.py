@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -135,6 +135,16 @@ def test_no_circle_of_imports_exists_between_files() -> None:
     graph = grimp.build_graph("roomier")
     modules = {name for name in graph.modules if not name.startswith("roomier.planner")}
     TopologicalSorter({name: graph.find_modules_directly_imported_by(name) & modules for name in modules}).prepare()
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    files = defaultdict(list)
+    for file, tree in TREES.items():
+        if not file.startswith(("bench/", "models/", "planner/")):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    files[node.name.lstrip("_")].append(file)
+    assert {name: defined for name, defined in files.items() if len(defined) > 1} == {}
 
 
 def test_engine_rarely_compares_with_none() -> None:

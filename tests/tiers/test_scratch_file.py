@@ -23,7 +23,7 @@ from roomier.techniques.tiers import folder as folders
 from roomier.techniques.tiers import scratch as scratches
 from roomier.techniques.tiers.disk import DiskTier
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Transfer
+from roomier.techniques.tiers.transfers import FileTransfer
 
 NOT_A_FOLDER = {
     "missing": (lambda path: path / "missing", "does not exist"),
@@ -249,7 +249,7 @@ def test_callers_do_not_wait_for_a_thread_that_has_ended(tmp_path: Path) -> None
     def then() -> None:
         raise MemoryError
 
-    scratch.transfers.write(Transfer(torch.zeros(4096, dtype=torch.uint8), scratch.reserve(4096), then=then))
+    scratch.transfers.write(FileTransfer(torch.zeros(4096, dtype=torch.uint8), scratch.reserve(4096), then=then))
     with pytest.raises(MemoryError):
         scratch.wait_for(lambda: False)
     scratch.close()

@@ -1,7 +1,7 @@
 """Token files: training text of a language model, stored as one long array of integers that is read from disk on
 demand.
 
-File layout: a header of 64 bytes (:class:`_Header`, little endian, padded with zeros), followed by the tokens as
+File layout: a header of 64 bytes (:class:`_TokenHeader`, little endian, padded with zeros), followed by the tokens as
 little-endian uint16, or as uint32 if the vocabulary is too large for uint16.
 """
 
@@ -33,7 +33,7 @@ _REWRITE = "Rewrite the file with roomier.data.write_tokens"
 Document = Sequence[int] | NDArray[Any]
 
 
-class _Header(NamedTuple):
+class _TokenHeader(NamedTuple):
     token_bytes: int
     num_tokens: int
     vocab_size: int
@@ -85,7 +85,7 @@ def write_tokens(
             num_tokens += len(tokens) + len(end) // token_bytes
         if not num_tokens:
             raise DataError("documents", documents, "contain no tokens", "Pass at least one document with tokens")
-        file.write_header(_Header(token_bytes, num_tokens, vocab_size, end_of_document))
+        file.write_header(_TokenHeader(token_bytes, num_tokens, vocab_size, end_of_document))
     return num_tokens
 
 
@@ -138,7 +138,7 @@ class _WriteAside:
         with self._as_data_error():
             self._file.write(data)
 
-    def write_header(self, header: _Header) -> None:
+    def write_header(self, header: _TokenHeader) -> None:
         with self._as_data_error():
             self._file.seek(0)
             self._file.write(header.pack())
@@ -162,7 +162,7 @@ class _WriteAside:
             raise DataError("path", str(self._path), problem, "Free some space or choose another path") from error
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path) -> _TokenHeader:
     try:
         with open_regular(path) as file:
             head = file.read(_HEADER_BYTES)
@@ -186,7 +186,7 @@ def _read_header(path: Path) -> _Header:
     if num_bytes != expected:
         problem = f"has {num_bytes} bytes, but its header specifies {expected}, so the file was truncated or extended"
         raise DataError("path", str(path), problem, _REWRITE)
-    return _Header(token_bytes, num_tokens, vocab_size, None if end < 0 else end)
+    return _TokenHeader(token_bytes, num_tokens, vocab_size, None if end < 0 else end)
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):

@@ -46,7 +46,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Window:
+class WindowBatches:
     """The micro-batches of one optimizer step, in the form in which the loader returned them.
 
     Attributes:
@@ -86,7 +86,7 @@ class Now:
     batch_number: int = -1
     num_batches_before: int = 0
     last_loss: Tensor | None = None
-    window: Window | None = None
+    window: WindowBatches | None = None
     leaves_out_step: bool = False
     is_in_step: bool | None = None
     is_finishing: bool = False

@@ -8,10 +8,10 @@ from typing import Any
 from roomier.core.errors import RoomierError, TrainingError, shorten
 from roomier.core.tree import leaves, tensors
 from roomier.core.world import World
-from roomier.run.progress import Window
+from roomier.run.progress import WindowBatches
 
 
-def note_batches(error: Exception, window: Window, world: World) -> None:
+def note_batches(error: Exception, window: WindowBatches, world: World) -> None:
     """Add a note to the ``error`` of a training step if there are several ranks or ``num_loss_terms`` failed. The note
     names the batches of the step and, with several ranks, the rank.
 

@@ -17,7 +17,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import step_of
 from roomier.core.errors import TrainingError
-from roomier.run.progress import Window
+from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
@@ -70,7 +70,7 @@ class TrainingStep:
         progress = self._progress
         self.first_batch = progress.batch_idx
         self.first_step = progress.num_batches if self.counts_batches else progress.global_step
-        self._now.window = Window(progress.epoch, self.first_batch, batches)
+        self._now.window = WindowBatches(progress.epoch, self.first_batch, batches)
 
     def start(self, batch: Any, index: int) -> None:
         """Call the hooks that run before the forward pass of the micro-batch at ``index`` in the window.

@@ -13,7 +13,7 @@ from roomier.core.errors import RoomierError, TierError
 from roomier.core.log import quiet
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Transfer
+from roomier.techniques.tiers.transfers import FileTransfer
 
 _CHUNK_BYTES = 2**24
 
@@ -93,10 +93,10 @@ class _Measurement:
         jobs = []
         for offset in range(0, max(read_bytes, written_bytes), _CHUNK_BYTES):
             if offset < read_bytes:
-                jobs.append(Transfer(self._buffers[0], read_start + offset))
+                jobs.append(FileTransfer(self._buffers[0], read_start + offset))
                 self._scratch.transfers.read(jobs[-1])
             if offset < written_bytes:
-                jobs.append(Transfer(self._buffers[1], write_start + offset))
+                jobs.append(FileTransfer(self._buffers[1], write_start + offset))
                 self._scratch.transfers.write(jobs[-1])
         self._scratch.wait_for(lambda: all(job.is_done for job in jobs))
         if written_bytes and not self._scratch.is_direct:

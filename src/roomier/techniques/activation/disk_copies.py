@@ -27,7 +27,7 @@ from roomier.techniques.activation.copies import MIN_BYTES, Copies, copies_on
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.file_regions import FileRegion, Regions
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Transfer
+from roomier.techniques.tiers.transfers import FileTransfer
 
 
 @dataclass(eq=False)
@@ -43,14 +43,14 @@ class _Stored:
 
     region: FileRegion
     num_bytes: int
-    write: Transfer
+    write: FileTransfer
 
 
 @dataclass(frozen=True)
 class _Mark:
     """Position in the order of the copies: the last write, the last read, and the last copy to the host."""
 
-    write: Transfer | None
+    write: FileTransfer | None
     read: _Read | None
     link: Any
 
@@ -64,7 +64,7 @@ class _Read:
         mark: position of the copy to the device in the copy stream; None until the job is complete.
     """
 
-    job: Transfer
+    job: FileTransfer
     mark: Any = None
 
 
@@ -91,7 +91,7 @@ class DiskCopies(Copies):
             always_give_back_blocks(MIN_BYTES)
         self._scratch = scratch
         self._regions = Regions(scratch)
-        self._write: Transfer | None = None
+        self._write: FileTransfer | None = None
         self._read: _Read | None = None
 
     def to_host(self, tensor: Tensor) -> Any:
@@ -110,7 +110,7 @@ class DiskCopies(Copies):
         def then() -> None:
             self.bytes_written += region.num_bytes
 
-        self._write = Transfer(source, region.position, wait, then=then)
+        self._write = FileTransfer(source, region.position, wait, then=then)
         self._scratch.transfers.write(self._write)
         return _Stored(region, len(tensor), self._write)
 
@@ -126,7 +126,7 @@ class DiskCopies(Copies):
         host = allocate(stored.region.num_bytes, pinned=link is not None and link.uses_pinned_memory)
         content = host[: stored.num_bytes]
         finish, made = None, content
-        read = _Read(Transfer(host, stored.region.position, after=stored.write))
+        read = _Read(FileTransfer(host, stored.region.position, after=stored.write))
         if link is not None:
             made = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self.device)
             finish = partial(link.finish, content, made, link.start())

@@ -49,7 +49,7 @@ class Adafactor(torch.optim.Adafactor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts: dict[ProcessGroup | None, list[_Shard]] = {}
+        parts: dict[ProcessGroup | None, list[_ShardUpdate]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -58,14 +58,14 @@ class Adafactor(torch.optim.Adafactor):
             _update(of_ranks, ranks)
         return loss
 
-    def _part(self, group: dict[str, Any], parameter: nn.Parameter) -> _Shard:
+    def _part(self, group: dict[str, Any], parameter: nn.Parameter) -> _ShardUpdate:
         assert parameter.grad is not None
         state = self.state[parameter] or self._start(parameter)
         state["step"] += 1
         count, lr = state["step"].item(), float(group["lr"])
         eps1, eps2 = group["eps"]
         gradient = local(parameter.grad)
-        return _Shard(
+        return _ShardUpdate(
             weight=local(parameter),
             gradient=-gradient if group["maximize"] else gradient,
             moments=[local(value) for key, value in state.items() if key != "step"],
@@ -89,7 +89,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _ShardUpdate:
     """This rank's shard of a parameter, and the scalars for its update.
 
     Attributes:
@@ -167,7 +167,7 @@ class _Shard:
         self.weight.add_(update.mul_(factor.to(update.dtype).squeeze()))
 
 
-def _update(parts: Sequence[_Shard], ranks: ProcessGroup | None) -> None:
+def _update(parts: Sequence[_ShardUpdate], ranks: ProcessGroup | None) -> None:
     """Update ``parts``, which are sharded across the process group ``ranks`` (None if they are not sharded)."""
     totals = sum_over([each.begin() for each in parts], ranks)
     for part, values in zip(parts, totals, strict=True):

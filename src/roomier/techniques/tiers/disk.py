@@ -31,7 +31,7 @@ from roomier.core.errors import TierError
 from roomier.core.units import format_bytes
 from roomier.techniques.tiers.buffers import buffer_sizes, discard_content, padded, record_memory
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Transfer
+from roomier.techniques.tiers.transfers import FileTransfer
 
 Wait = Callable[[], object]
 
@@ -52,7 +52,7 @@ class _RingBuffer:
     memory: Tensor
     record: int = -1
     buffer: Tensor | None = None
-    read: Transfer | None = None
+    read: FileTransfer | None = None
     read_bytes: int = 0
     wait: Wait | None = None
 
@@ -114,12 +114,12 @@ class DiskTier:
         self._expected: deque[tuple[int, int]] = deque()
         self._coming: dict[int, _RingBuffer] = {}  # Slots by record, in the order in which the records are expected.
         self._held: dict[int, _RingBuffer] = {}  # Slots by the id of the buffer that the caller holds.
-        self._writes: dict[int, Transfer] = {}  # The last incomplete write of each record.
+        self._writes: dict[int, FileTransfer] = {}  # The last incomplete write of each record.
         self._mapping: tuple[Tensor, mmap.mmap] | None = (
             None  # one mapping of all records, because each mapping uses a file descriptor
         )
         self._shown: set[int] = set()  # records that code may have written through the mapping
-        self._unused_read: Transfer | None = None  # a read that was running when its result was no longer needed
+        self._unused_read: FileTransfer | None = None  # a read that was running when its result was no longer needed
         self._claims: list[int] = []  # sizes of the buffers for which calls wait
         self._is_open = True
 
@@ -207,7 +207,7 @@ class DiskTier:
 
             data = slot.memory[: padded(self._sizes[record])]
             # A read of the same bytes at the same time would return a mixture, which has no valid checksum.
-            job = Transfer(data, self._positions[record], wait=wait, after=self._unused_read, then=then)
+            job = FileTransfer(data, self._positions[record], wait=wait, after=self._unused_read, then=then)
             self._writes[record] = job
             self._scratch.transfers.write(job)
             self._fill()  # the record is no longer held and can be read
@@ -337,7 +337,7 @@ class DiskTier:
 
         data = slot.memory[start:end]
         after = self._writes.get(record)
-        job = Transfer(data, self._positions[record] + start, wait=slot.wait, after=after, then=then)
+        job = FileTransfer(data, self._positions[record] + start, wait=slot.wait, after=after, then=then)
         slot.read, slot.wait = job, None
         self._scratch.transfers.read(job, first)
 

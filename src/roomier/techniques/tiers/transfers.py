@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Transfer:
+class FileTransfer:
     """Transfer between a buffer and a file.
 
     Attributes:
@@ -35,7 +35,7 @@ class Transfer:
     buffer: Tensor
     position: int
     wait: Callable[[], object] | None = None
-    after: Transfer | None = None
+    after: FileTransfer | None = None
     finish: Callable[[], object] | None = None
     then: Callable[[], None] | None = None
     is_done: bool = False
@@ -62,8 +62,8 @@ class Transfers:
         self.error: BaseException | None = None
         self._is_open = True
         self._process = os.getpid()
-        self._reads: deque[Transfer] = deque()
-        self._writes: deque[Transfer] = deque()
+        self._reads: deque[FileTransfer] = deque()
+        self._writes: deque[FileTransfer] = deque()
         self._threads = [
             threading.Thread(target=self._run, args=(self._reads, read), name="roomier-read", daemon=True),
             threading.Thread(target=self._run, args=(self._writes, write), name="roomier-write", daemon=True),
@@ -71,15 +71,15 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
-    def read(self, job: Transfer, first: bool = False) -> None:
+    def read(self, job: FileTransfer, first: bool = False) -> None:
         """Add a job to the end of the reader's queue, or to its start if ``first`` is True."""
         self._add(self._reads, job, first)
 
-    def write(self, job: Transfer) -> None:
+    def write(self, job: FileTransfer) -> None:
         """Add a job to the end of the writer's queue."""
         self._add(self._writes, job, first=False)
 
-    def _add(self, jobs: deque[Transfer], job: Transfer, first: bool) -> None:
+    def _add(self, jobs: deque[FileTransfer], job: FileTransfer, first: bool) -> None:
         assert self._process == os.getpid(), "a forked process cannot use the files of its parent"
         with self.changed:
             assert self._is_open, "the file is closed"
@@ -89,7 +89,7 @@ class Transfers:
                 jobs.append(job)
             self.changed.notify_all()
 
-    def cancel(self, job: Transfer) -> bool:
+    def cancel(self, job: FileTransfer) -> bool:
         """Remove a job if it has not started. Return whether the job was removed."""
         with self.changed:
             for jobs in (self._reads, self._writes):
@@ -108,7 +108,7 @@ class Transfers:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, jobs: deque[Transfer], transfer: Callable[[Tensor, int], None]) -> None:
+    def _run(self, jobs: deque[FileTransfer], transfer: Callable[[Tensor, int], None]) -> None:
         try:
             self._complete(jobs, transfer)
         except BaseException as error:  # such as a MemoryError. Callers must not wait for this thread
@@ -116,7 +116,7 @@ class Transfers:
                 self.error = self.error or error
                 self.changed.notify_all()
 
-    def _complete(self, jobs: deque[Transfer], transfer: Callable[[Tensor, int], None]) -> None:
+    def _complete(self, jobs: deque[FileTransfer], transfer: Callable[[Tensor, int], None]) -> None:
         while (job := self._next(jobs)) is not None:
             try:
                 if self.error is None:
@@ -135,7 +135,7 @@ class Transfers:
                 self.changed.notify_all()
             del job
 
-    def _next(self, jobs: deque[Transfer]) -> Transfer | None:
+    def _next(self, jobs: deque[FileTransfer]) -> FileTransfer | None:
         with self.changed:
             self.changed.wait_for(lambda: bool(jobs) or not self._is_open)
             if not self._is_open:
