@@ -16,8 +16,18 @@ from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
+from roomier.plan import (
+    ActivationPlan,
+    AttentionPlan,
+    BatchPlan,
+    ChoicePlan,
+    LossPlan,
+    OffloadPlan,
+    ParallelPlan,
+    Plan,
+)
 from roomier.plan.levers import LEVERS, without
+from roomier.plan.parts import PARTS
 from roomier.planner.dry_runs.budget_estimates import recomputation_ns
 from roomier.planner.dry_runs.dry_run import DryRun, Interval
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, remark_of, within_budget
@@ -30,7 +40,7 @@ from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
 from roomier.planner.formula.moved import leave_device, moved_to_host
 from roomier.planner.formula.offloaded import Group, Offloaded, added, offloaded
-from roomier.planner.formula.trace import Trace
+from roomier.planner.formula.trace import Trace, traced_plan
 from roomier.planner.formula.update_bytes import state_tensors, update_bytes
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.kinds import Kind
@@ -49,6 +59,7 @@ from roomier.techniques.precision.policy import precision_of
 
 _NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 _CPU = torch.device("cpu")
+_OF_FORWARD = ("activation", "offload", "loss", "attention")  # without the tiers of model states in `offload`
 _INTERPOLATED = (
     "The forecast for the activation budget is interpolated between full recomputation and no recomputation."
 )
@@ -102,7 +113,7 @@ class Estimator:
         self._workload = workload
         self._machine = machine
         self._traces: dict[Hashable, dict[int, Trace]] = {}
-        self._built: dict[Hashable, _Built] = {}
+        self._built: dict[Plan, _Built] = {}
         self._states: dict[Hashable, States] = {}
         self._orders: dict[tuple[int, int], Order] = {}
         self._blends: dict[Hashable, Trace] = {}
@@ -279,17 +290,8 @@ class Estimator:
         # Autocast's copies of parameters do not exist while the parameters are in a lower tier.
         has_autocast = precision_of(plan.precision.mode, _CPU).autocast_dtype is not None
         has_no_casts = layout.is_sharded or (plan.offload.parameters != "none" and has_autocast)
-        plan = replace(plan, offload=OffloadPlan(activations=plan.offload.activations))
-        key = (
-            plan.precision,
-            plan.activation,
-            plan.loss,
-            plan.attention,
-            plan.adapter,
-            plan.offload,
-            has_no_casts,
-        )
-        known = self._traces.setdefault(key, {})
+        plan = traced_plan(plan)
+        known = self._traces.setdefault((plan, has_no_casts), {})
         if micro_batch not in known:
             known[micro_batch] = self._on_a_line(known, micro_batch) or take_deep_trace(
                 self._sized(micro_batch), plan, is_sharded=has_no_casts, like=self._machine.device.kind
@@ -305,19 +307,12 @@ class Estimator:
         return taken[0].at(micro_batch, taken[1])
 
     def _states_of(self, plan: Plan, layout: Layout) -> States:
-        clips_elements = plan.batch.gradient_clip_algorithm  # determines the update mode
-        key = (
-            *(plan.precision, plan.adapter, plan.optimizer, layout, self._is_onebit(plan)),
-            *(replace(plan.offload, activations="none", folder=None), clips_elements),
-        )
+        # Settings of the forward pass do not affect the model states.
+        sections = (getattr(plan, section) for section in PARTS if section not in _OF_FORWARD)
+        key = (*sections, replace(plan.offload, activations="none"), layout)
         if key not in self._states:
             self._states[key] = self._make_states(plan, layout)
         return self._states[key]
-
-    @staticmethod
-    def _is_onebit(plan: Plan) -> Hashable:
-        # 1-bit Adam shards its optimizer states although the model is not sharded.
-        return plan.parallel if plan.optimizer.name == "onebit_adam" else None
 
     def _make_states(self, plan: Plan, layout: Layout) -> States:
         built = self._built_of(plan)
@@ -369,21 +364,23 @@ class Estimator:
         return offloaded(plan, groups, layout, sizes, tensors_of, on_cpu=on_cpu, cast_dtype=dtype)
 
     def _built_of(self, plan: Plan) -> _Built:
-        key = (plan.precision, plan.adapter, plan.optimizer)
-        if key not in self._built:
-            self._built[key] = _build_on_one(self._workload, plan)
-        return self._built[key]
+        alone = replace(
+            without(plan, [lever for lever in LEVERS if lever.frees_gradients]),
+            parallel=ParallelPlan(accelerator="cpu"),
+            batch=BatchPlan(),
+            activation=ActivationPlan(),
+            offload=OffloadPlan(),
+            loss=LossPlan(),
+            attention=AttentionPlan(),
+            choice=ChoicePlan(),
+        )
+        if alone not in self._built:
+            self._built[alone] = _build_on_one(self._workload, alone)
+        return self._built[alone]
 
 
-def _build_on_one(workload: Workload, plan: Plan) -> _Built:
-    alone = replace(
-        without(plan, [lever for lever in LEVERS if lever.frees_gradients]),
-        parallel=ParallelPlan(accelerator="cpu"),
-        batch=BatchPlan(),
-        activation=ActivationPlan(),
-        offload=OffloadPlan(),
-    )
-    precision = precision_of(plan.precision.mode, _CPU)
+def _build_on_one(workload: Workload, alone: Plan) -> _Built:
+    precision = precision_of(alone.precision.mode, _CPU)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
         engine, _ = build(

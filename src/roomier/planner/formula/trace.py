@@ -34,7 +34,7 @@ from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
-from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
+from roomier.plan import BatchPlan, ChoicePlan, OffloadPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
@@ -252,6 +252,19 @@ def _alike(mine: Execution, theirs: Execution) -> tuple[Sequence[Rise], Sequence
     return [mine.highest, mine.highest_reduced, mine.end], [theirs.highest, theirs.highest_reduced, theirs.end]
 
 
+def traced_plan(plan: Plan) -> Plan:
+    """Return ``plan`` with only the settings that affect a trace. Plans that are equal in these settings share their
+    trace, so a setting that is not reset here gets a trace of its own."""
+    return replace(
+        plan,
+        parallel=ParallelPlan(accelerator="cpu"),
+        batch=BatchPlan(),
+        optimizer=OptimizerPlan(),
+        offload=OffloadPlan(activations=plan.offload.activations),
+        choice=ChoicePlan(),
+    )
+
+
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
     """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass, and return
     its trace.
@@ -265,12 +278,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
     Raises:
         RoomierError: ``build`` rejects the plan.
     """
-    plan = replace(
-        plan,
-        parallel=ParallelPlan(accelerator="cpu"),
-        batch=BatchPlan(),
-        optimizer=OptimizerPlan(),
-    )
+    plan = traced_plan(plan)
     device = torch.device("cpu")
     precision = precision_of(plan.precision.mode, device)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=like) as ranks:
