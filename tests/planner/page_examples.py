@@ -12,7 +12,7 @@ from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.measured.record import Measured, Record
 from roomier.planner.memory.kinds import Kind
-from roomier.planner.report.grids import Grid
+from roomier.planner.report.what_if import Grid
 
 GIB = 2**30
 BUDGET_BYTES = 36 * GIB

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,9 +17,17 @@ from roomier.planner.choice import Considered
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import record_from
 from roomier.planner.memory.kinds import Kind
-from roomier.planner.report.page import page_of, page_of_record
-from roomier.planner.report.style import COLOURS, NAMES
-from roomier.planner.report.svg import joined, phases_of, round_ticks
+from roomier.planner.report.page import (
+    COLOURS,
+    NAMES,
+    fragment_of,
+    joined,
+    page_of,
+    page_of_record,
+    phases_of,
+    round_ticks,
+    show_in_notebook,
+)
 from tests.covering import few
 from tests.planner.browser import look_at
 from tests.planner.page_examples import GIB, choice, forecast, grid, record
@@ -50,8 +62,8 @@ def text_of(page: str) -> str:
         page_of(choice(), grid(), record()),
         page_of(choice(fits=False)),
         page_of_record(record(allocator_bytes=30 * GIB)),
-        choice()._repr_html_(),
-        forecast("ddp", 4.0, 0.1, 0.1)._repr_html_(),
+        fragment_of(choice()),
+        fragment_of(forecast("ddp", 4.0, 0.1, 0.1)),
     ],
     ids=["all parts", "no plan fits", "report", "choice in a notebook", "forecast in a notebook"],
 )
@@ -164,7 +176,7 @@ def test_a_step_without_bytes_can_be_drawn() -> None:
     nothing: dict[Kind, int] = {}
     empty = dataclasses.replace(forecast("ddp", 1.0, 0.1, 0.1), fixed_bytes={})
     empty = dataclasses.replace(empty, timeline=(Interval("rest", "", nothing, nothing, nothing),), time=None)
-    assert "0 B" in text_of(empty._repr_html_())
+    assert "0 B" in text_of(fragment_of(empty))
 
 
 @pytest.mark.parametrize("is_dark", few([False, True]), ids=["light", "dark"])
@@ -183,3 +195,14 @@ def test_the_browser_layout_has_no_faults(tmp_path: Path, is_dark: bool) -> None
         assert found["num_shapes"] > 60
         assert found["ground"] == ("rgb(20, 23, 27)" if is_dark else "rgb(255, 255, 255)")
         assert found["text"] == ("rgb(230, 233, 237)" if is_dark else "rgb(28, 33, 39)")
+
+
+def test_a_notebook_displays_choices_and_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_in_notebook()  # does nothing without IPython
+    shown: dict[type, Callable[[Any], str]] = {}
+    formatter = SimpleNamespace(for_type=shown.__setitem__)
+    shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": formatter}))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    show_in_notebook()
+    for each in (choice(), forecast("ddp", 4.0, 0.1, 0.1)):
+        assert shown[type(each)](each) == fragment_of(each)

@@ -117,12 +117,6 @@ class Choice:
             reason = ", because no plan that keeps model states on the device fits"
         return f"; {used}{reason}"
 
-    def _repr_html_(self) -> str:
-        """Return the result as HTML, for a notebook."""
-        from roomier.planner.report.page import fragment_of  # late import: only a notebook needs this import
-
-        return fragment_of(self)
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain data.
 

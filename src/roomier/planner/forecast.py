@@ -148,12 +148,6 @@ class Forecast:
             return "disk"
         return ""
 
-    def _repr_html_(self) -> str:
-        """Return one step of the plan as HTML, for a notebook."""
-        from roomier.planner.report.page import fragment_of_forecast  # late import: only a notebook needs this import
-
-        return fragment_of_forecast(self)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as plain data, without the timeline."""
         return {

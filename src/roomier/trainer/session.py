@@ -220,6 +220,10 @@ def _open(
     trainer.plan = settled.plan
     if request.is_fit:
         trainer.choice = settled.choice
+        if settled.choice is not None:
+            from roomier.planner.report.page import show_in_notebook  # late import: only "auto" needs it
+
+            show_in_notebook()
         trainer.estimate_steps, trainer.count_training_batches = settled.num_steps, data.count_training_batches
     make_model(settled, module)
     if request.is_fit and adds_callbacks:

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Prices, prices_of
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.report.grids import Grid
 from roomier.planner.workload import Workload
 
-__all__ = ["Grid", "around", "what_if"]
+
+@dataclass(frozen=True)
+class Grid:
+    """Peaks for different batch sizes and sequence lengths.
+
+    Attributes:
+        row_name: name of the quantity in the rows, such as tokens per sequence.
+        rows: value of each row.
+        column_name: name of the quantity in the columns, such as samples per micro-batch.
+        columns: value of each column.
+        peak_bytes: peak for each row and column; None if the peak is not known.
+        budget_bytes: memory that a device may use.
+    """
+
+    row_name: str
+    rows: Sequence[int]
+    column_name: str
+    columns: Sequence[int]
+    peak_bytes: Sequence[Sequence[int | None]]
+    budget_bytes: int
 
 
 def what_if(
