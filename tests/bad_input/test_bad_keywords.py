@@ -302,9 +302,7 @@ def test_an_invalid_plan_file_is_rejected(text, field, received, action, desk, r
 def test_an_invalid_value_is_reported_one_time():
     with pytest.raises(PlanError) as caught:
         roomier.Trainer(gradient_clip_algorithm="nrom")
-    told, _, nearest = str(caught.value).partition(" The nearest plan that works: ")
-    assert told == "gradient_clip_algorithm='nrom': is unknown. Did you mean 'norm'?"
-    assert nearest == "Trainer(gradient_clip_algorithm='norm')."
+    assert str(caught.value) == "gradient_clip_algorithm='nrom': is unknown. Did you mean 'norm'?"
 
 
 class Plain(roomier.Module):

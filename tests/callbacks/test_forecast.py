@@ -18,7 +18,7 @@ from roomier.callbacks import forecast as forecast_module
 from roomier.callbacks import tracked_step as tracked
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.planner.measured.record import Record, read_record
+from roomier.planner.measured.record import ForecastRecord, read_record
 from roomier.planner.memory import predict
 from roomier.trainer import Trainer, forecasts
 from tests.planner import page_examples
@@ -51,7 +51,7 @@ def fit(make_trainer: Make) -> Callable[..., Trainer]:
     return run
 
 
-def record_of(callback: MemoryForecast) -> Record:
+def record_of(callback: MemoryForecast) -> ForecastRecord:
     assert callback.record is not None
     return callback.record
 

@@ -19,7 +19,7 @@ from roomier.core.errors import DataError, PlanError, RoomierError
 from roomier.core.wire import decode, encode
 from roomier.plan import plan_from_flags
 from roomier.plan.rules import CombinedPlanError
-from roomier.planner.measured.record import Measured
+from roomier.planner.measured.record import TrackedRank
 from roomier.run.logged.over_ranks import RankEntry
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -65,7 +65,7 @@ def test_tensors_are_decoded_with_their_dtype_and_shape(dtype: torch.dtype, shap
     [
         plan_from_flags(strategy="zero2", devices=2, optimizer={"name": "adamw", "lr": 0.1}),
         RankEntry((True, False, False, True, "mean"), 1.5, 2.0, None, 0.0, 0, False),
-        Measured(3, ()),
+        TrackedRank(3, ()),
         torch.Size([2, 3]),
         torch.float16,
         Path("/a/b"),

@@ -73,11 +73,10 @@ def test_a_device_that_does_not_compute_in_bfloat16_rejects_the_plan(
     on_simulated: SimulatedRanks, tmp_path: Path, precision: str
 ) -> None:
     (text,) = on_simulated(1, fit_in, tmp_path, precision, without=("bfloat16",))
-    assert text.startswith(
+    assert text == (
         f"precision='{precision}': is not supported on simulated, which does not compute in bfloat16. "
         "Use precision='16-mixed' or '32-true', or accelerator='cpu'."
     )
-    assert "The nearest plan that works: Trainer(accelerator='simulated', precision='32-true', " in text
     assert not list(tmp_path.rglob("checkpoints"))
 
 
@@ -102,13 +101,11 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"accelerator": "warp"},
-        "accelerator='warp': is unknown. Use one of: auto, cpu, cuda, gpu, mps, npu, simulated, tpu, xpu. The nearest "
-        "plan that works: Trainer(accelerator='simulated').",
+        "accelerator='warp': is unknown. Use one of: auto, cpu, cuda, gpu, mps, npu, simulated, tpu, xpu.",
     ),
     (
         {"accelerator": "simulate"},
-        "accelerator='simulate': is unknown. Did you mean 'simulated'? The nearest plan that works: "
-        "Trainer(accelerator='simulated').",
+        "accelerator='simulate': is unknown. Did you mean 'simulated'?",
     ),
 ]
 

@@ -216,10 +216,7 @@ OTHERS = [
         {"parallel.strategy": "auto", "parallel.devices": 2},
         remarks=("the fastest plan that fits",),
     ),
-    Spelling({"strategy": "fdsp"}, error="The nearest plan that works: Trainer(strategy='fsdp')."),
-    Spelling(
-        {"strategy": "fdsp", "devices": 8, "accelerator": "gpu"}, error="Trainer(strategy='fsdp', accelerator='gpu'"
-    ),
+    Spelling({"strategy": "fdsp"}, error="Did you mean 'fsdp'?"),
     # folders
     Spelling({"default_root_dir": "s3://bucket/runs"}, error="is an address (s3)"),
     Spelling({"default_root_dir": "gs://bucket/runs"}, error="copy finished checkpoints"),

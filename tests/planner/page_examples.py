@@ -10,7 +10,7 @@ from roomier.planner.choice import Choice, Considered
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.hardware.machine import Device, Link, Machine
-from roomier.planner.measured.record import Measured, Record
+from roomier.planner.measured.record import ForecastRecord, TrackedRank
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.what_if import Grid
 
@@ -102,12 +102,12 @@ def grid() -> Grid:
     return Grid("tokens", rows, "samples", columns, [*peaks[:3], [None, *peaks[3][1:]]], BUDGET_BYTES)
 
 
-def record(*, num_ranks: int = 2, allocator_bytes: int | None = None) -> Record:
+def record(*, num_ranks: int = 2, allocator_bytes: int | None = None) -> ForecastRecord:
     given = forecast("zero2", 12.0, 1.0, 0.52)
     full = tuple(
         dataclasses.replace(each, peak={**each.peak, Kind.ACTIVATION: int(each.peak[Kind.ACTIVATION] * 1.04)})
         for each in given.timeline
     )
-    others = [Measured(rank, (given.timeline[3],), allocator_bytes) for rank in range(num_ranks - 1)]
-    ranks = (*others, Measured(num_ranks - 1, full, allocator_bytes))
-    return Record(given, 2, ranks, BUDGET_BYTES, "planned", ("A note.",))
+    others = [TrackedRank(rank, (given.timeline[3],), allocator_bytes) for rank in range(num_ranks - 1)]
+    ranks = (*others, TrackedRank(num_ranks - 1, full, allocator_bytes))
+    return ForecastRecord(given, 2, ranks, BUDGET_BYTES, "planned", ("A note.",))

@@ -23,7 +23,7 @@ from roomier.planner.hardware import cache
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.measured.calibrated import activation_factor, learn_device, learned_of
-from roomier.planner.measured.record import Record, read_record, record_from
+from roomier.planner.measured.record import ForecastRecord, read_record, record_from
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from tests.planner.page_examples import GIB, record
@@ -54,7 +54,7 @@ def batch_of(num_samples: int) -> Tensor:
     return batch
 
 
-def measured(make_trainer: Callable[..., Any], num_samples: int) -> Record:
+def measured(make_trainer: Callable[..., Any], num_samples: int) -> ForecastRecord:
     callback = MemoryForecast()
     trainer = make_trainer(callbacks=[callback], optimizer="adamw", learning_rate=1e-3, max_steps=2, accelerator="cpu")
     trainer.fit(Routed(), [batch_of(num_samples)] * 2)

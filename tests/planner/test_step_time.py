@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.forecast import StepTime
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.timing.step_time import step_time
@@ -62,7 +62,7 @@ def plan_of(strategy: str = "single", devices: int = 1, micro_batches: int = 1, 
     return Plan.of({"parallel": parallel, "optimizer": optimizer, "batch": batch, **parts})
 
 
-def even_work(seconds: float, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype = torch.float32) -> dict[Part, Work]:
+def even_work(seconds: float, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype = torch.float32) -> dict[WorkKey, Work]:
     """Return work in which each block takes ``seconds`` in forward, at 1e9 operations/s, and twice that in backward."""
     names = [f"blocks.{index}" for index in range(num_blocks)]
     forward = {("forward", name): Work({dtype: seconds * 1e9}) for name in names}
@@ -70,7 +70,7 @@ def even_work(seconds: float, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype =
     return {**forward, **backward}
 
 
-def time_of(plan: Plan, machine: Machine, work: Mapping[Part, Work], **sizes: int) -> StepTime:
+def time_of(plan: Plan, machine: Machine, work: Mapping[WorkKey, Work], **sizes: int) -> StepTime:
     return step_time(workload(**sizes), plan, machine, work)
 
 

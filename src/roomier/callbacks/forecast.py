@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
     from roomier.planner.forecast import Forecast
-    from roomier.planner.measured.record import Record
+    from roomier.planner.measured.record import ForecastRecord
     from roomier.planner.memory.tracker import MemoryTracker
 
 
@@ -59,7 +59,7 @@ class MemoryForecast(TracksStep):
             action = "Use at least 2, because the optimizer has no states during the first step"
             raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
         self.at_step = at_step
-        self.record: Record | None = None
+        self.record: ForecastRecord | None = None
         self._workload: Workload | None = None
         self._first_step = 2
         self._step: int | None = None  # None before the first batch
@@ -112,7 +112,7 @@ class MemoryForecast(TracksStep):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.measured.record import Record  # late import: loading torch's sharding code is slow
+        from roomier.planner.measured.record import ForecastRecord  # late import: loading torch's sharding code is slow
 
         self._is_over = True
         measured = _measured_of_all(trainer, tracker)
@@ -122,7 +122,7 @@ class MemoryForecast(TracksStep):
             notice(f"memory: there is no forecast to compare with the measurement ({reason})")
             return
         choice = trainer.choice
-        self.record = record = Record(
+        self.record = record = ForecastRecord(
             forecast=forecast,
             step=trainer.global_step,
             ranks=measured,
@@ -147,10 +147,10 @@ class MemoryForecast(TracksStep):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """Return the measurement of each rank. Only the measurement with the highest peak contains the full timeline."""
-    from roomier.planner.measured.record import Measured  # late import: loading torch's sharding code is slow
+    from roomier.planner.measured.record import TrackedRank  # late import: loading torch's sharding code is slow
 
     rank = trainer.ranks.world.rank
-    own = Measured.of(rank, tracker)
+    own = TrackedRank.of(rank, tracker)
     peaks = trainer.ranks.gather(replace(own, timeline=(own.peak,)))
     worst = max(peaks, key=lambda each: each.peak_bytes).rank
     whole = trainer.ranks.gather(own if rank == worst else None)

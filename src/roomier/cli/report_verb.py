@@ -16,7 +16,7 @@ from roomier.core.untrusted import lines_of, parse_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.planner.measured.record import Record
+    from roomier.planner.measured.record import ForecastRecord
 
 _RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
 _METRICS = "metrics.jsonl"
@@ -96,7 +96,7 @@ def rates_of(folder: Path) -> dict[str, float]:
     return found
 
 
-def table(folder: Path, record: Record) -> Table:
+def table(folder: Path, record: ForecastRecord) -> Table:
     """Return a table of the forecast and the measured bytes at the peak, by kind."""
     from rich.table import Table
     from rich.text import Text
@@ -131,7 +131,7 @@ def _cells(forecast_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
     return format_bytes(forecast_bytes, 2), format_bytes(measured_bytes, 2), f"{sign}{format_bytes(abs(difference), 2)}"
 
 
-def _advice(folder: Path, record: Record) -> list[str]:
+def _advice(folder: Path, record: ForecastRecord) -> list[str]:
     if abs(record.error) < _WORTH_CALIBRATING:
         return []
     return [f"To plan with this measurement: roomier plan --calibrated_by {folder} ..."]
@@ -147,7 +147,7 @@ def _rate_lines(rates: dict[str, float]) -> list[str]:
     return [f"speed: {', '.join(texts)}"] if texts else []
 
 
-def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float]) -> None:
+def _write_page(path: Path, folder: Path, record: ForecastRecord, rates: dict[str, float]) -> None:
     from roomier.planner.report.page import page_of_record
 
     facts: dict[str, Any] = {"Run": str(folder)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roomier.plan import Plan
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device
 from roomier.planner.memory.tracker import MemoryTracker
 from roomier.planner.timing.compute_time import recomputation_s
@@ -57,7 +57,7 @@ class DryEstimates:
     def __init__(
         self,
         tracker: MemoryTracker,
-        work: Mapping[Part, Work],
+        work: Mapping[WorkKey, Work],
         blocks: Sequence[str],
         plan: Plan,
         device: Device,

@@ -26,7 +26,7 @@ from roomier.engine.optimizers import configure
 from roomier.plan import OffloadPlan, Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, DryEstimates
 from roomier.planner.dry_runs.places import named_places, reporting_places
-from roomier.planner.dry_runs.work import Part, Work, WorkCounter
+from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.hardware.machine import Device
@@ -89,7 +89,7 @@ class DryRun:
     """
 
     intervals: tuple[Interval, ...]
-    work: Mapping[Part, Work]
+    work: Mapping[WorkKey, Work]
     keeps: Mapping[str, Keep] = field(default_factory=dict)
 
     @property

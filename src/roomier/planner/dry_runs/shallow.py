@@ -29,7 +29,7 @@ from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputat
 from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.fake.user_code import UnexpectedStepError
 from roomier.planner.hardware.machine import Device
 from roomier.planner.memory.kinds import Kind
@@ -148,7 +148,7 @@ class _Timeline:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _Growth:
     """Bytes by kind that are added at the start, the peak and the end of an interval."""
 
     begin: NumBytes
@@ -179,7 +179,7 @@ class _Row:
     def __init__(self, number: int, repeat: Repeat, base: _Timeline, deeper: _Timeline) -> None:
         self.repeat = repeat
         self.num_more = repeat.count - _NUM_TRACED
-        self.by_depth: list[_Change] = []
+        self.by_depth: list[_Growth] = []
         self.visits: dict[int, _Visit] = {}
         for row, intervals in deeper.visits:
             if row == number:
@@ -208,7 +208,7 @@ class _Row:
             if (before.phase, before.place) != (interval.phase, interval.place):
                 raise _IsNotLinear
             changes = (_sum(getattr(interval, moment), getattr(before, moment), -1) for moment in _MOMENTS)
-            self.by_depth.append(_Change(*changes))
+            self.by_depth.append(_Growth(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
         """Return True if the periods of the row are visited in ascending order before interval ``index`` of the base,
@@ -268,8 +268,8 @@ def _raised(interval: Interval, place: str, added: Sequence[Sequence[tuple[NumBy
     return Interval(interval.phase, place, *found)
 
 
-def _work(base: _Timeline, rows: Sequence[_Row]) -> dict[Part, Work]:
-    found: dict[Part, Work] = {}
+def _work(base: _Timeline, rows: Sequence[_Row]) -> dict[WorkKey, Work]:
+    found: dict[WorkKey, Work] = {}
     for part in {part for row in rows for part in row.work}:
         found[part] = sum((row.work.get(part, Work()) * row.num_more for row in rows), base.work.get(part, Work()))
     for row in rows:

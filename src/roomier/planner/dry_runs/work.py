@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
 
-Part = tuple[str, str]
+WorkKey = tuple[str, str]
 """Phase of a step, and part of the model to which the work belongs."""
 
 # Operations whose time is not computed from this work: queries of tensors, profiler marks, and communication including
@@ -73,10 +73,10 @@ class WorkCounter:
     """
 
     def __init__(self) -> None:
-        self.by_part: dict[Part, Work] = defaultdict(Work)
-        self._part: Callable[[], Part] = lambda: ("", "")
+        self.by_part: dict[WorkKey, Work] = defaultdict(Work)
+        self._part: Callable[[], WorkKey] = lambda: ("", "")
 
-    def counting(self, part: Callable[[], Part]) -> AbstractContextManager[Any]:
+    def counting(self, part: Callable[[], WorkKey]) -> AbstractContextManager[Any]:
         """Return a context that counts each operation for the part that ``part`` returns when the operation runs."""
         self._part = part
         return torch_private.intercept(self._on_operation)

@@ -50,7 +50,7 @@ class States:
     away: Offloaded = field(default_factory=Offloaded)
 
 
-def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Interval, ...]:
+def timeline(trace: Trace, states: States, layout: Layout, order: UnitOrder | None = None) -> tuple[Interval, ...]:
     """Return one optimizer step as intervals; see [Note: closed form].
 
     Args:
@@ -61,7 +61,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
     """
     step: _WholeStep | _CutStep
     if layout.is_sharded:
-        step = _CutStep(trace, states, layout, order or Order(trace, states.units))
+        step = _CutStep(trace, states, layout, order or UnitOrder(trace, states.units))
     else:
         step = _WholeStep(trace, states, layout)
     intervals = [each for index in _micro_batches(layout) for each in step.micro_batch(index)]
@@ -75,7 +75,7 @@ def _micro_batches(layout: Layout) -> Sequence[int]:
     return (0, 1, last) if last > 1 else range(last + 1)
 
 
-class _Step:
+class _StepTimeline:
     def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
         self.trace = trace
         self.states = states
@@ -100,7 +100,7 @@ class _Step:
         return now
 
 
-class _WholeStep(_Step):
+class _WholeStep(_StepTimeline):
     """Step on one device or with DDP, in which the model is not sharded."""
 
     def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
@@ -142,10 +142,10 @@ class _WholeStep(_Step):
         return super().update()
 
 
-class _CutStep(_Step):
+class _CutStep(_StepTimeline):
     """Step in which the model is sharded across ranks."""
 
-    def __init__(self, trace: Trace, states: States, layout: Layout, order: Order) -> None:
+    def __init__(self, trace: Trace, states: States, layout: Layout, order: UnitOrder) -> None:
         super().__init__(trace, states, layout)
         self._walk = Walk(states.units, layout, states.sizes)
         for kind, num_bytes in states.kept.items():
@@ -229,7 +229,7 @@ class _CutStep(_Step):
         return [self.with_level(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
 
 
-class Order:
+class UnitOrder:
     """Positions in a trace at which the units of a model are executed.
 
     Args:

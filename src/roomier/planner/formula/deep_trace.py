@@ -9,7 +9,7 @@ from itertools import groupby
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.dry_runs.repeats import Repeat, find_repeats, report_full_trace, shallow_copy
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.formula.trace import Execution, Trace, take_trace
 from roomier.planner.workload import Workload
 
@@ -81,7 +81,7 @@ def _written_out(base: _Shallow, others: Sequence[list[Execution]]) -> Trace:
             executions += [
                 replace(each, place=base.names(each.place)[time] if each.place else "") for each in visit.executions
             ]
-    work: dict[Part, Work] = {}
+    work: dict[WorkKey, Work] = {}
     for (phase, place), amount in base.trace.work.items():
         for name in base.names(place):
             work[phase, name] = amount
@@ -105,7 +105,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Visit:
+class _Stretch:
     """Group of consecutive executions: a middle block and the part after it, or parts outside the middle blocks.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Shallow:
         self._row: int | None = None
         self._phase = ""
         groups = groupby(trace.executions, self._row_at)
-        self.visits = [_Visit(row[1], tuple(executions)) for row, executions in groups]
+        self.visits = [_Stretch(row[1], tuple(executions)) for row, executions in groups]
 
     def names(self, place: str) -> tuple[str, ...]:
         """Return the names that the part ``place`` has in the full model."""

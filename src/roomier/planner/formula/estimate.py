@@ -35,7 +35,7 @@ from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.forecast import Forecast, Traffic
-from roomier.planner.formula.closed_form import Order, States, timeline
+from roomier.planner.formula.closed_form import States, UnitOrder, timeline
 from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
 from roomier.planner.formula.moved import leave_device, moved_to_host
@@ -79,7 +79,7 @@ class _Built:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepRun:
     """One optimizer step.
 
     Attributes:
@@ -115,7 +115,7 @@ class Estimator:
         self._traces: dict[Hashable, dict[int, Trace]] = {}
         self._built: dict[Plan, _Built] = {}
         self._states: dict[Hashable, States] = {}
-        self._orders: dict[tuple[int, int], Order] = {}
+        self._orders: dict[tuple[int, int], UnitOrder] = {}
         self._blends: dict[Hashable, Trace] = {}
         self._moved: dict[int, tuple[Trace, int]] = {}
         self._bare: dict[int, Trace] = {}
@@ -157,10 +157,10 @@ class Estimator:
             if each.phase == "update" and not states.away.on_cpu:  # units are updated one after the other
                 peak = added(begin, states.update)
             intervals.append(Interval(each.phase, each.place, begin, peak, end))
-        step = _Step(None, DryRun(states.away.on_device(intervals), run.work), 0, "")
+        step = _StepRun(None, DryRun(states.away.on_device(intervals), run.work), 0, "")
         return self._forecast(plan, micro_batch, step, states, "dry run")
 
-    def _forecast(self, plan: Plan, micro_batch: int, step: _Step, states: States, method: str) -> Forecast:
+    def _forecast(self, plan: Plan, micro_batch: int, step: _StepRun, states: States, method: str) -> Forecast:
         away = states.away
         moves = plan.offload.activations != "none"
         intervals = self._workload.calibrated(step.run.intervals, plan)
@@ -203,7 +203,7 @@ class Estimator:
         on_cpu = self._machine.device.kind == "cpu"
         return replace(layout_of(plan, _CPU), on_gloo=on_cpu, holds_all_batches=on_cpu)
 
-    def _step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _Step:
+    def _step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _StepRun:
         remark = ""
         if plan.activation.policy != "budget":
             trace, moved_bytes = self._trace_on_device(plan, layout, micro_batch)
@@ -214,14 +214,14 @@ class Estimator:
                 except NotNestedError:
                     pass
             (trace, moved_bytes), remark = self._interpolated(plan, layout, micro_batch), _INTERPOLATED
-        return _Step(trace, self._run(trace, plan, layout, states), moved_bytes, remark)
+        return _StepRun(trace, self._run(trace, plan, layout, states), moved_bytes, remark)
 
     def _run(self, trace: Trace, plan: Plan, layout: Layout, states: States) -> DryRun:
         num_micro_batches = plan.batch.accumulate_grad_batches
         work = {part: each * num_micro_batches for part, each in trace.work.items()}
         return DryRun(self._timeline(trace, states, layout), work)
 
-    def _chosen_step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _Step:
+    def _chosen_step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _StepRun:
         plans = {keep: replace(plan, activation=activation) for keep, activation in UNIFORM.items()}
         traces = {keep: self._trace_of(each, layout, micro_batch) for keep, each in plans.items()}
         runs = {keep: self._run(trace, plan, layout, states) for keep, trace in traces.items()}
@@ -231,7 +231,7 @@ class Estimator:
             return recomputation_ns(forward, keep, plan, self._machine.device)
 
         found = within_budget(plan.activation, runs, self._blocks, lost_ns)
-        return _Step(traces[Keep.ALL], found, 0, remark_of(found.keeps))
+        return _StepRun(traces[Keep.ALL], found, 0, remark_of(found.keeps))
 
     def _interpolated(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
         wanted = plan.activation
@@ -273,7 +273,7 @@ class Estimator:
             return states.away.on_device(timeline(trace, states, layout))
         key = (id(trace), id(states.units))  # both objects live as long as this cache
         if key not in self._orders:
-            self._orders[key] = Order(trace, states.units)
+            self._orders[key] = UnitOrder(trace, states.units)
         return states.away.on_device(timeline(trace, states, layout, self._orders[key]))
 
     def _without_gradients(self, trace: Trace) -> Trace:

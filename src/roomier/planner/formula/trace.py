@@ -36,7 +36,7 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import BatchPlan, ChoicePlan, OffloadPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, reporting_places
-from roomier.planner.dry_runs.work import Part, Work, WorkCounter
+from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.memory.kinds import Kind
@@ -179,7 +179,7 @@ class Trace:
     batch_size: int
     batch_bytes: int
     executions: tuple[Execution, ...]
-    work: Mapping[Part, Work] = field(default_factory=dict)
+    work: Mapping[WorkKey, Work] = field(default_factory=dict)
     saved_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -371,7 +371,7 @@ class _Place(str):
 
 def _tracked(
     engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
-) -> tuple[list[Execution], Mapping[str, tuple[int, ...]], Mapping[Part, Work]]:
+) -> tuple[list[Execution], Mapping[str, tuple[int, ...]], Mapping[WorkKey, Work]]:
     training_step = step_of(module, "training_step")
     counter = WorkCounter()
 

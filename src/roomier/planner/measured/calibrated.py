@@ -22,7 +22,7 @@ from roomier.core.units import format_bytes
 from roomier.planner.dry_runs.dry_run import OF_THE_BATCH
 from roomier.planner.formula.fixed_bytes import Calibration, calibrate
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.measured.record import Record
+from roomier.planner.measured.record import ForecastRecord
 from roomier.planner.memory.kinds import total_bytes
 from roomier.planner.workload import Workload
 
@@ -30,7 +30,7 @@ _MOST = 20.0  # largest factor; the smallest is its inverse
 _FIELD = "calibrated_by"
 
 
-def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -> Workload:
+def learned_of(workload: Workload, record: ForecastRecord, machine: Machine, run: str) -> Workload:
     """Return ``workload`` with the activation factor from a run of the same model; see [Note: calibration].
 
     Args:
@@ -53,7 +53,7 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
     return replace(workload, activation_factor=activation_factor(record, run))
 
 
-def activation_factor(record: Record, run: str = "") -> float:
+def activation_factor(record: ForecastRecord, run: str = "") -> float:
     """Return the factor by which the forecast activations and temporaries must be multiplied to obtain the measured
     peak; 1 for an exact forecast.
 
@@ -83,7 +83,7 @@ def activation_factor(record: Record, run: str = "") -> float:
     return factor
 
 
-def learn_device(record: Record) -> Calibration | None:
+def learn_device(record: ForecastRecord) -> Calibration | None:
     """Store and return the device memory that the run used in addition to tensors. Return None if this memory was not
     measured, for example on a CPU."""
     worst, forecast = record.worst, record.forecast

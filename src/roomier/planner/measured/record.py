@@ -31,7 +31,7 @@ def moment_text(phase: str, place: str) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrackedRank:
     """The tracked step of one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Measured:
     beside_bytes: int | None = None
 
     @classmethod
-    def of(cls, rank: int, tracker: MemoryTracker) -> Measured:
+    def of(cls, rank: int, tracker: MemoryTracker) -> TrackedRank:
         """Return the step that ``tracker`` recorded."""
         timeline = tuple(intervals_of(tracker.moments()))
         allocator = (tracker.allocator_peak_bytes, tracker.reserved_peak_bytes, tracker.beside_bytes)
@@ -68,7 +68,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Record:
+class ForecastRecord:
     """The forecast of a run, and the memory of one of its steps.
 
     Attributes:
@@ -84,14 +84,14 @@ class Record:
 
     forecast: Forecast
     step: int
-    ranks: tuple[Measured, ...]
+    ranks: tuple[TrackedRank, ...]
     budget_bytes: int | None = None
     source: str = "planned"
     notes: tuple[str, ...] = ()
     num_parameters: int | None = None
 
     @property
-    def worst(self) -> Measured:
+    def worst(self) -> TrackedRank:
         """Measurement of the rank that used the most memory."""
         return max(self.ranks, key=lambda each: each.peak_bytes)
 
@@ -172,7 +172,7 @@ class Record:
         return path
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> ForecastRecord:
     """Read the record that :meth:`Record.write` wrote to ``folder``.
 
     Raises:
@@ -190,7 +190,7 @@ def read_record(folder: Path) -> Record:
         raise RoomierError("run", str(path), f"{problem}, so it is damaged or from another version", action) from error
 
 
-def record_from(data: Mapping[str, Any]) -> Record:
+def record_from(data: Mapping[str, Any]) -> ForecastRecord:
     """Restore the record from ``data``, the result of :meth:`Record.as_dict`.
 
     Raises:
@@ -216,7 +216,7 @@ def record_from(data: Mapping[str, Any]) -> Record:
         remark=stored.get("remark", ""),
     )
     ranks = tuple(
-        Measured(
+        TrackedRank(
             each["rank"],
             _timeline_from(each["timeline"]),
             each["allocator_bytes"],
@@ -227,7 +227,7 @@ def record_from(data: Mapping[str, Any]) -> Record:
     )
     if not (ranks and forecast.timeline and all(each.timeline for each in ranks)):
         raise ValueError("contains no measured step")
-    return Record(
+    return ForecastRecord(
         forecast=forecast,
         step=data["step"],
         ranks=ranks,

@@ -50,7 +50,7 @@ updates."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class StatesMoment:
     """Memory at one moment of a step.
 
     Attributes:
@@ -74,15 +74,15 @@ class ModelStates:
         moments: moments in order; the last moment is between two steps.
     """
 
-    moments: list[Moment]
+    moments: list[StatesMoment]
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> StatesMoment:
         """Moment at which the sum of all model states is largest."""
-        return max(self.moments, key=Moment.total)
+        return max(self.moments, key=StatesMoment.total)
 
     @property
-    def between_steps(self) -> Moment:
+    def between_steps(self) -> StatesMoment:
         """Moment between two steps."""
         return self.moments[-1]
 
@@ -100,7 +100,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
     step = _ShardedStep(units, layout, kept) if layout.is_sharded else _UnshardedStep(units, layout, kept)
-    return ModelStates([*step.moments, Moment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
+    return ModelStates([*step.moments, StatesMoment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
 
 
 def kept_bytes(
@@ -130,7 +130,7 @@ class _UnshardedStep:
     """Step with unsharded parameters, on a single device or with DDP."""
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[StatesMoment] = []
         self.now = {**dict.fromkeys(Kind, 0), **kept}
         gradients = sum(gradient_bytes(unit.weights) for unit in units)
         is_ddp = layout.strategy == "ddp"
@@ -149,7 +149,7 @@ class _UnshardedStep:
         self._note("update")
 
     def _note(self, name: str) -> None:
-        self.moments.append(Moment(name, dict(self.now)))
+        self.moments.append(StatesMoment(name, dict(self.now)))
 
     def _update_in_backward(self, units: list[Unit]) -> None:
         # All parameters of a block, including its norms, are updated together. Parameters outside the blocks are
@@ -173,7 +173,7 @@ class _ShardedStep:
     bucket_bytes = 0
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[StatesMoment] = []
         self._units = units
         self._walk = Walk(units, layout)
         for kind, num_bytes in kept.items():
@@ -184,7 +184,7 @@ class _ShardedStep:
             self._backward(is_first=is_first, is_last=is_last)
             if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
-        self.moments.append(Moment("update", self.now))
+        self.moments.append(StatesMoment("update", self.now))
 
     @property
     def now(self) -> dict[Kind, int]:
@@ -195,7 +195,7 @@ class _ShardedStep:
         for note in self._walk.take_notes():
             event = "" if note.event == "computes" else f" {note.event}"
             name = f"{note.phase}, {self._units[note.unit].name}{event}"
-            self.moments.append(Moment(name, dict(zip(KINDS, note.num_bytes, strict=True))))
+            self.moments.append(StatesMoment(name, dict(zip(KINDS, note.num_bytes, strict=True))))
 
     def _forward(self) -> None:
         for number in range(len(self._units)):

@@ -21,7 +21,7 @@ from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast
-from roomier.planner.measured.record import Record, moment_text
+from roomier.planner.measured.record import ForecastRecord, moment_text
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.report.what_if import Grid
 
@@ -58,7 +58,12 @@ _NARROW_PHASE = 0.09  # share of the width below which a phase has no room for i
 
 
 def page_of(
-    choice: Choice, what_if: Grid | None = None, record: Record | None = None, *, title: str = "", subject: str = ""
+    choice: Choice,
+    what_if: Grid | None = None,
+    record: ForecastRecord | None = None,
+    *,
+    title: str = "",
+    subject: str = "",
 ) -> str:
     """Return the HTML page of ``choice``.
 
@@ -92,7 +97,7 @@ def page_of(
     )
 
 
-def page_of_record(record: Record, facts: Mapping[str, str] | None = None, *, subject: str = "") -> str:
+def page_of_record(record: ForecastRecord, facts: Mapping[str, str] | None = None, *, subject: str = "") -> str:
     """Return the HTML page that compares a run with its forecast.
 
     Args:
@@ -194,7 +199,7 @@ def _render(**values: Any) -> str:
 # ---- geometry of the drawings ----------------------------------------------------------------------------------------
 
 
-def _chart(forecast: Forecast, record: Record | None, budget_bytes: int | None) -> dict[str, Any]:
+def _chart(forecast: Forecast, record: ForecastRecord | None, budget_bytes: int | None) -> dict[str, Any]:
     """Return the values of the macro ``chart``. Positions are percentages of the side of the drawing."""
     fixed_bytes = 0 if record is not None else sum(forecast.fixed_bytes.values())
     drawn = joined(forecast.timeline)

@@ -34,7 +34,7 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.recompute import keeps_of
@@ -110,7 +110,7 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
     return rates[name] * device.product_efficiency
 
 
-def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict[Part, Work]:
+def second_forward(work: Mapping[WorkKey, Work], keeps: Mapping[str, Keep]) -> dict[WorkKey, Work]:
     """Return the work that the backward pass of each block recomputes, derived from the forward work of a step.
 
     For a block that saves only its input, the recomputed work is the full forward pass. For a block that saves the
@@ -123,7 +123,7 @@ def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict
     return {("backward", place): _again(work["forward", place], keep) for place, keep in keeps.items()}
 
 
-def repeating(work: Mapping[Part, Work], plan: Plan, keeps: Mapping[str, Keep]) -> dict[Part, Work]:
+def repeating(work: Mapping[WorkKey, Work], plan: Plan, keeps: Mapping[str, Keep]) -> dict[WorkKey, Work]:
     """Return the overhead of recomputation, which a dry run does not count; see [Note: cost of Python].
 
     Args:
@@ -135,7 +135,7 @@ def repeating(work: Mapping[Part, Work], plan: Plan, keeps: Mapping[str, Keep]) 
 
 
 def recomputed_blocks(
-    work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str], chosen: Mapping[str, Keep] | None = None
+    work: Mapping[WorkKey, Work], plan: Plan, blocks: Sequence[str], chosen: Mapping[str, Keep] | None = None
 ) -> dict[str, Keep]:
     """Return the recomputed blocks and the activations that each block saves.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from roomier.api.wrapped import network_of
 from roomier.plan import Plan
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.forecast import StepTime, Traffic
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.hardware.machine import Device, Machine
@@ -29,7 +29,7 @@ from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, recomputed_blocks, repeating, second_forward
 from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
 from roomier.planner.timing.timeline import Segment, Transfer, play
-from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
+from roomier.planner.timing.traffic import UnitExchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
 from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
@@ -54,7 +54,7 @@ def step_time(
     workload: Workload,
     plan: Plan,
     machine: Machine,
-    work: Mapping[Part, Work],
+    work: Mapping[WorkKey, Work],
     *,
     units: Sequence[Unit] | None = None,
     kept_bytes: Mapping[str, float] | None = None,
@@ -174,7 +174,7 @@ class _Step:
     layout: Layout
     traffic: Sequence[UnitTraffic]
     num_buckets: int
-    work: Mapping[Part, Work]
+    work: Mapping[WorkKey, Work]
 
     @property
     def num_micro_batches(self) -> int:
@@ -287,7 +287,7 @@ class _Step:
             is_late=unit.is_last,
         )
 
-    def _copied_s(self, exchange: Exchange) -> float:
+    def _copied_s(self, exchange: UnitExchange) -> float:
         return exchange.copied_bytes / self.machine.device.memory_bytes_per_s
 
 

@@ -37,7 +37,7 @@ _POWERSGD_PASSES = 6  # passes over the gradient: add the error, two products, t
 
 
 @dataclass(frozen=True)
-class Exchange:
+class UnitExchange:
     """One collective.
 
     Attributes:
@@ -50,15 +50,15 @@ class Exchange:
     link_s: float = 0.0
     copied_bytes: float = 0.0
 
-    def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(
+    def __add__(self, other: UnitExchange) -> UnitExchange:
+        return UnitExchange(
             self.sent_bytes + other.sent_bytes,
             self.link_s + other.link_s,
             self.copied_bytes + other.copied_bytes,
         )
 
 
-NOTHING = Exchange()
+NOTHING = UnitExchange()
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class UnitTraffic:
     """
 
     name: str
-    gather: Exchange
-    reduce: Exchange
+    gather: UnitExchange
+    reduce: UnitExchange
     gathers_each: bool = False
     gathers_again: bool = False
     reduces_each: bool = False
@@ -103,7 +103,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
     # An exact step in backward runs two backward passes per micro-batch if gradients are clipped by norm.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
-    known: dict[Any, tuple[Exchange, Exchange]] = {}  # cache for equal blocks
+    known: dict[Any, tuple[UnitExchange, UnitExchange]] = {}  # cache for equal blocks
     for unit in units:
         alike = (unit.shapes, unit.gathered_dtype, unit.sum_dtype)
         if alike not in known:
@@ -131,7 +131,7 @@ def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backw
 
 def exchanges(
     traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
-) -> list[tuple[Exchange, int]]:
+) -> list[tuple[UnitExchange, int]]:
     """Return all collectives of one optimizer step and the number of executions of each collective."""
     found = []
     for unit in traffic:
@@ -165,19 +165,19 @@ def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
     return unit.gathered_dtype if is_low else unit.sum_dtype
 
 
-def _gather(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchange:
+def _gather(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
     group = shard_group(plan)
     own_elements = sum(_own_elements(each, layout) for each in unit.weights)
     whole_bytes = own_elements * layout.num_shards * unit.gathered_dtype.itemsize
     own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in unit.weights)
-    return Exchange(
+    return UnitExchange(
         group.share_sent * whole_bytes,
         gather_s(whole_bytes, group, machine),
         own_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes,
     )
 
 
-def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchange:
+def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
     own_elements = sum(_own_elements(each, layout) for each in unit.weights if each.is_trained)
     if not own_elements:
         return NOTHING
@@ -188,7 +188,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
     if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the other shards
         sum_bytes = own_elements * unit.sum_dtype.itemsize
         copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
-    found = Exchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
+    found = UnitExchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
     parallel = plan.parallel
     if parallel.num_ranks == layout.num_shards:
         return found
@@ -202,8 +202,8 @@ def _own_elements(weight: Weight, layout: Layout) -> int:
     return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 
-def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> Exchange:
-    return Exchange(2 * group.share_sent * num_bytes, all_reduce_s(num_bytes, group, machine))
+def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> UnitExchange:
+    return UnitExchange(2 * group.share_sent * num_bytes, all_reduce_s(num_bytes, group, machine))
 
 
 def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:
@@ -226,7 +226,7 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)
-        reduce = Exchange(2 * group.share_sent * wired, share * link_s, copied * whole)
+        reduce = UnitExchange(2 * group.share_sent * wired, share * link_s, copied * whole)
         found.append(UnitTraffic(unit.name, NOTHING, reduce, is_last=unit.is_root))
     return found
 

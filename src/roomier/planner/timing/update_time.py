@@ -23,7 +23,7 @@ from roomier.plan import Plan
 from roomier.plan.choices import OPTIMIZERS
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import lever_that_frees_gradients
-from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device, Machine
 from roomier.planner.memory.walk import Layout, own_shape
 from roomier.planner.memory.weights import Unit, Weight
@@ -92,7 +92,7 @@ def update_time(
     layout: Layout,
     *,
     blocks: Sequence[str] = (),
-    work: Mapping[Part, Work] | None = None,
+    work: Mapping[WorkKey, Work] | None = None,
 ) -> Update:
     """Return the duration of the optimizer update in one step, for this rank's shard of the weights.
 

@@ -50,7 +50,6 @@ from roomier.train.saving.first_weights import restore_first_weights
 from roomier.train.saving.restore import restore, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
 from roomier.train.settling.checks import check_modes
-from roomier.train.settling.settle import naming_nearest
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
 BuildEngine = Callable[[Plan, Module, ConfigureOptimizers, Settled, Facts], tuple[Engine, Configured]]
@@ -95,10 +94,9 @@ def open_run(
     def optimizers(blocks: Sequence[nn.Module]) -> Configured:
         return configure(plan, module, settled.num_steps, blocks) if request.is_fit else Configured()
 
-    with naming_nearest(plan, module):
-        facts = facts_of(plan, module, ranks)
-        settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
-        engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
+    facts = facts_of(plan, module, ranks)
+    settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
+    engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)

@@ -20,13 +20,11 @@ from roomier.api.kept_weights import kept_by
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.errors import NoForecastError, RoomierError
+from roomier.core.errors import NoForecastError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
-from roomier.planner.choosing.keywords import trainer_keywords
-from roomier.planner.choosing.nearest_legal import can_build, with_nearest
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
@@ -211,20 +209,6 @@ def _built(module: Module) -> Module:
         copied = shapes_of(module)
         copied.configure_model()
     return copied
-
-
-@contextmanager
-def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
-    """If an error about ``plan`` is raised in the context, add to the error the nearest plan that can be built for
-    ``module``."""
-    try:
-        yield
-    except RoomierError as error:
-        asked = trainer_keywords(plan)
-        if error.field.partition(".")[0] not in asked:
-            raise
-        fixed = ("devices", "num_nodes")  # the ranks are already running
-        raise with_nearest(error, asked, lambda each: can_build(each, module), fixed=fixed) from error.__cause__
 
 
 def _report(choice: Choice, asked: Plan) -> None:

@@ -12,11 +12,10 @@ from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.overrides import is_one
 from roomier.api.own_optimizer import own_optimizer_of
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
-from roomier.core.errors import PlanError, RoomierError
+from roomier.core.errors import RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.migrate.training_arguments import advice
-from roomier.planner.choosing.nearest_legal import with_nearest
 from roomier.trainer.keywords.devices import resolve_auto
 from roomier.trainer.lightning.callbacks import adopted
 
@@ -170,26 +169,12 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     if flags["optimizer"] is not None and own_optimizer_of(flags["optimizer"]) is not None:
         flags["optimizer"] = None
     if given["plan"] is None:
-        return _plan_from(flags, launch)
+        return plan_from_flags(**resolve_auto(flags, launch))
     defaults = inspect.signature(init).parameters
     for name, value in flags.items():
         if value != defaults[name].default:
             raise RoomierError(name, value, "cannot be combined with plan", "Set the value in the plan, or remove plan")
     return Plan.of(given["plan"])
-
-
-def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
-    resolved = flags
-    try:
-        resolved = resolve_auto(flags, launch)
-        return plan_from_flags(**resolved)
-    except PlanError as error:
-        defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
-        asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}
-        for name in ("strategy", "devices", "num_nodes"):  # values that the user did not pass
-            if flags[name] in (None, "auto") and asked.get(name) in (1, "single", "ddp"):
-                del asked[name]
-        raise with_nearest(error, asked) from error.__cause__
 
 
 def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
