@@ -17,7 +17,6 @@ FAMILIES = {
 }
 INCOMPLETE = {
     ("core/device/capability.py", "_FUSED"): "optimizers with fused kernels in torch",
-    ("plan/lever_rules.py", "KEEPS_MASTERS"): "optimizers that can store the low bits of bfloat16 weights",
     ("plan/migrate/deepspeed/optimizer.py", "_NAMES"): "the other optimizers need more than another name",
     ("planner/choosing/candidates.py", "_strategies"): "the sizes of hsdp are appended",
     ("planner/timing/update_time.py", "_ROUNDED"): "the rounding of the other optimizers is part of their entry",
