@@ -81,6 +81,9 @@ class EpochLoop:
         return 0 if run is None else int(run.log_step)
 
 
+_SETTABLE = ("max_epochs", "min_epochs")
+
+
 class FitLoop:
     """View of a fit: the value of ``trainer.fit_loop``. ``max_epochs`` and ``min_epochs`` can be set between fits."""
 
@@ -89,15 +92,10 @@ class FitLoop:
     def __init__(self, trainer: Any) -> None:
         vars(self)["_trainer"] = trainer
 
-    @property
-    def max_epochs(self) -> int | None:
-        """Argument ``max_epochs`` of the Trainer."""
-        return self._trainer.max_epochs  # type: ignore[no-any-return]
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Argument ``min_epochs`` of the Trainer."""
-        return self._trainer.min_epochs  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTABLE:
+            return getattr(self._trainer, name)
+        raise AttributeError(f"trainer.fit_loop has no attribute {name!r}")
 
     @property
     def max_batches(self) -> float:
@@ -117,7 +115,7 @@ class FitLoop:
         return ProgressView(counts, counts)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("max_epochs", "min_epochs"):
+        if name not in _SETTABLE:
             raise AttributeError(f"trainer.fit_loop.{name} cannot be set. Set max_epochs or min_epochs")
         setattr(self._trainer, name, value)
 

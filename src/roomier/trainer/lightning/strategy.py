@@ -12,12 +12,17 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.core.all_gather import all_gather
-from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
+from roomier.trainer.lightning.loops import root_device
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
+_OF_TRAINER = (
+    *("world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "is_global_zero"),
+    *("model", "lightning_module", "optimizers"),
+)
+"""Attributes that have the values of the Trainer's attributes of the same names."""
 _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 
 
@@ -45,63 +50,22 @@ class Strategy:
     @property
     def root_device(self) -> torch.device:
         """Device of this rank."""
-        run = self._trainer.run
-        return resolve_device(self._trainer.plan.parallel.accelerator) if run is None else run.engine.device
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._trainer.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process among all processes."""
-        return self._trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self._trainer.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine."""
-        return self._trainer.node_rank
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._trainer.num_nodes
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True if this process is rank 0."""
-        return self._trainer.is_global_zero
+        return root_device(self._trainer)
 
     @property
     def is_distributed(self) -> bool:
         """True if there are several ranks."""
-        return self.world_size > 1
-
-    @property
-    def model(self) -> Any:
-        """The module of the last run."""
-        return self._trainer.model
-
-    @property
-    def lightning_module(self) -> Any:
-        """The same as :attr:`model`."""
-        return self._trainer.lightning_module
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the run."""
-        return self._trainer.optimizers
+        return self._trainer.world_size > 1
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
         """Attribute that ``LightningModule.optimizers`` reads after a run."""
         return list(self._trainer.manual_optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_TRAINER:
+            return getattr(self._trainer, name)
+        raise AttributeError(f"trainer.strategy has no attribute {name!r}")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called this method."""
