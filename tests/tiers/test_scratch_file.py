@@ -124,7 +124,7 @@ NOT_CLOSED = """
 import sys, threading, torch
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import Job
+from roomier.techniques.tiers.transfers import FileTransfer
 
 def compute():
     started.set()
@@ -135,7 +135,7 @@ def compute():
 
 started = threading.Event()
 scratch = Scratch(sys.argv[1])
-scratch.transfers.write(Job(allocate(4096, pinned=False), scratch.reserve(4096), finish=compute))
+scratch.transfers.write(FileTransfer(allocate(4096, pinned=False), scratch.reserve(4096), finish=compute))
 started.wait()
 1 / 0
 """
