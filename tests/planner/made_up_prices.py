@@ -14,12 +14,11 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing import nearest
 from roomier.planner.deadline import Deadline
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.hardware.devices import SHEETS
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.this_machine import this_machine
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.workload import Workload
 
 KIB = 2**10

@@ -7,11 +7,10 @@ from typing import Any
 
 from roomier.plan import plan_from_flags
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.measured.record import ForecastRecord, TrackedRank
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.report.what_if import Grid
 
 GIB = 2**30

@@ -11,12 +11,12 @@ from torch import nn
 
 from roomier.plan import ActivationPlan, Plan, plan_from_flags
 from roomier.planner.dry_runs import budget_estimates, shallow
-from roomier.planner.dry_runs.dry_run import DryRun, Interval, dry_run
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, within_budget
 from roomier.planner.formula import estimate
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.workload import Workload
 from roomier.techniques.activation import stages
 from roomier.techniques.activation.block_forward import Keep

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from roomier.planner.choice import Considered
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import record_from
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.report.page import (
     COLOURS,
     NAMES,

@@ -136,7 +136,7 @@ def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
         problem = (
             "saves no memory with accumulate_grad_batches above 1, because gradients are kept between micro-batches"
         )
-        action = "Use one larger micro-batch with activation_checkpointing='full', or use strategy='zero2' instead"
+        action = "Use one larger micro-batch with activation_checkpointing='full', or set step_in_backward=False"
         yield PlanError(field, way, problem, action)
     if plan.precision.mode == "16-mixed":
         problem = (
@@ -155,7 +155,7 @@ def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
         yield PlanError(field, way, problem, "Use 'exact', or set gradient_clip_val")
     elif plan.batch.clips_norm and plan.compile.enabled:
         problem = "requires two backward passes to clip by norm, but compiled blocks support one backward pass"
-        action = "Use gradient_clip_algorithm='value' or compile=False, or use strategy='zero2' or 'zero3' instead"
+        action = "Use gradient_clip_algorithm='value', compile=False or step_in_backward=False"
         yield PlanError(field, way, problem, action)
 
 
@@ -184,16 +184,15 @@ def unused_parameters_are_known_before_updates(plan: PlanParts) -> Iterator[Plan
     if not (plan.parallel.find_unused_parameters and plan.parallel.may_skip_units):
         return
     rejected = {
-        "optimizer.step_in_backward": (plan.optimizer.step_in_backward, ("none",)),
-        "offload.update": (plan.offload.update, ("auto", "plain")),
-        "offload.parameters": (plan.offload.parameters, ("none",)),
+        "optimizer.step_in_backward": (plan.optimizer.step_in_backward, ("none",), "Set step_in_backward=False"),
+        "offload.update": (plan.offload.update, ("auto", "plain"), "Use update='plain' in offload"),
+        "offload.parameters": (plan.offload.parameters, ("none",), "Remove 'parameters' from offload"),
     }
-    for field, (value, allowed) in rejected.items():
+    for field, (value, allowed, way) in rejected.items():
         if value not in allowed:
             problem = "is not supported with find_unused_parameters=True and a sharded strategy, because parameters "
             problem += "without a gradient are known only at the end of backward"
-            action = f"Set {field}={allowed[0]!r}, use strategy='ddp', or remove find_unused_parameters"
-            yield PlanError(field, value, problem, action)
+            yield PlanError(field, value, problem, f"{way}, or remove find_unused_parameters")
 
 
 LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [

@@ -117,7 +117,9 @@ def offloaded_updates_have_their_optimizer(plan: PlanParts) -> Iterator[PlanErro
         yield PlanError(field, tier, problem, "Use optimizer='adamw', whose states can be offloaded")
     if lever is not None:
         problem = "is not supported with offloaded optimizer states or parameters, whose updates wait for the tier"
-        action = f"Set {lever.keyword}=False. offload.update='speculative' also updates in backward"
+        action = f"Set {lever.keyword}=False"
+        if offload.parameters == "none" and plan.parallel.strategy != "ddp" and plan.precision.mode != "16-mixed":
+            action += ", and use offload={..., 'update': 'speculative'}, which also updates in backward"
         yield PlanError(lever.field, lever.value(plan), problem, action)
 
 

@@ -250,7 +250,7 @@ def communication_fits_the_strategy(plan: PlanParts) -> Iterator[PlanError]:
     parallel = plan.parallel
     if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
         problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
-        action = "Use strategy='ddp', or use reduce_dtype='bf16' to halve the gradient traffic"
+        action = "Use strategy='ddp', or replace gradient_compression by reduce_dtype='bf16', which halves the traffic"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
     if parallel.communication != "overlapped" and parallel.strategy in ("single", "ddp"):
         problem = f"is supported only if the model is sharded, not with strategy {parallel.strategy!r}"

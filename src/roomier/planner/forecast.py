@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from roomier.plan import Plan
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 
 _SHARE_OF_HOST = 0.8  # the remaining memory is for the dataset, its workers and the system
 _SHARE_OF_DISK = 0.95

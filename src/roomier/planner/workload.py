@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
+from roomier.plan import Plan
 from roomier.planner.fake import known_values
-
-if TYPE_CHECKING:
-    from roomier.plan import Plan
-    from roomier.planner.dry_runs.dry_run import Interval
+from roomier.planner.memory.kinds import Interval
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.hardware.machine import Device
-from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.planner.memory.kinds import Interval, total_bytes
 from roomier.planner.memory.predict import layout_of
 from roomier.planner.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.planner.workload import Workload
@@ -39,43 +38,7 @@ from roomier.techniques.activation.budget import BudgetedRecompute
 from roomier.techniques.optim.averaging import WeightAverage, tensors_to_average
 from roomier.techniques.precision.policy import precision_of
 
-NumBytes = dict[Kind, int]
-OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
-"""Kinds of memory whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
-results."""
 _NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Memory during an interval of a step in which one part of the model runs.
-
-    Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        place: name of the part of the model; empty between parts.
-        begin: bytes by kind at the start.
-        peak: bytes by kind at the moment when their total is highest.
-        end: bytes by kind at the end.
-    """
-
-    phase: str
-    place: str
-    begin: NumBytes
-    peak: NumBytes
-    end: NumBytes
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Total bytes at the peak."""
-        return total_bytes(self.peak)
-
-    def with_activations(self, factor: float) -> Interval:
-        """Return this interval with the activations and temporaries multiplied by ``factor``."""
-        moments = (
-            {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
-            for moment in (self.begin, self.peak, self.end)
-        )
-        return Interval(self.phase, self.place, *moments)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns
-from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes, dry_run
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.fake.user_code import UnexpectedStepError
 from roomier.planner.hardware.machine import Device
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind, NumBytes
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import BudgetTooSmallError

@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
 from roomier.plan import ActivationPlan
-from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes
+from roomier.planner.dry_runs.dry_run import DryRun
 from roomier.planner.fake.user_code import UnexpectedStepError
-from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.planner.memory.kinds import Interval, Kind, NumBytes, total_bytes
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import budget_bytes_of, too_small
 from roomier.techniques.activation.budget_choice import SavingOption, Stage, choose, least_peak_bytes

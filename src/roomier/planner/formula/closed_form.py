@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.planner.memory.weights import Unit
 

@@ -29,7 +29,7 @@ from roomier.plan import (
 from roomier.plan.levers import LEVERS, without
 from roomier.plan.parts import PARTS
 from roomier.planner.dry_runs.budget_estimates import recomputation_ns
-from roomier.planner.dry_runs.dry_run import DryRun, Interval
+from roomier.planner.dry_runs.dry_run import DryRun
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, remark_of, within_budget
 from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.fake_world import fake_world
@@ -43,7 +43,7 @@ from roomier.planner.formula.offloaded import Group, Offloaded, added, offloaded
 from roomier.planner.formula.trace import Trace, traced_plan
 from roomier.planner.formula.update_bytes import state_tensors, update_bytes
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.memory.model_states import StateBytes, copied_bytes, kept_bytes
 from roomier.planner.memory.predict import layout_of, state_bytes_of
 from roomier.planner.memory.walk import Layout, gradient_bytes, unit_bytes

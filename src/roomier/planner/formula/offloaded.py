@@ -29,9 +29,8 @@ import torch
 from roomier.engine.offload import NUM_BUFFERS
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.offload_rules import update_mode
-from roomier.planner.dry_runs.dry_run import Interval, NumBytes
 from roomier.planner.forecast import Traffic
-from roomier.planner.memory.kinds import Kind, total_bytes
+from roomier.planner.memory.kinds import Interval, Kind, NumBytes, total_bytes
 from roomier.planner.memory.model_states import StateBytes
 from roomier.planner.memory.walk import Layout, own_shape
 from roomier.planner.memory.weights import Weight

@@ -19,11 +19,10 @@ from dataclasses import replace
 
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
-from roomier.planner.dry_runs.dry_run import OF_THE_BATCH
 from roomier.planner.formula.fixed_bytes import Calibration, calibrate
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.measured.record import ForecastRecord
-from roomier.planner.memory.kinds import total_bytes
+from roomier.planner.memory.kinds import OF_THE_BATCH, total_bytes
 from roomier.planner.workload import Workload
 
 _MOST = 20.0  # largest factor; the smallest is its inverse

@@ -13,10 +13,10 @@ from roomier.core.replacing import replacing
 from roomier.core.units import format_bytes
 from roomier.core.untrusted import read_json
 from roomier.plan import Plan
-from roomier.planner.dry_runs.dry_run import Interval, intervals_of
+from roomier.planner.dry_runs.dry_run import intervals_of
 from roomier.planner.forecast import Forecast, StepTime, Traffic
 from roomier.planner.hardware.machine import Device, Link, Machine
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.memory.tracker import MemoryTracker
 
 FILE_NAME = "forecast.json"

@@ -1,9 +1,11 @@
-"""Kinds of memory."""
+"""Kinds of memory, and the memory of an interval of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class Kind(StrEnum):
@@ -38,3 +40,41 @@ BytesByKind = Mapping[Kind, int]
 def total_bytes(num_bytes: BytesByKind, kinds: Iterable[Kind] = tuple(Kind)) -> int:
     """Return the total number of bytes of ``kinds``. A missing kind counts as 0."""
     return sum(num_bytes.get(kind, 0) for kind in kinds)
+
+
+NumBytes = dict[Kind, int]
+OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
+"""Kinds of memory whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
+results."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Memory during an interval of a step in which one part of the model runs.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"update"``.
+        place: name of the part of the model; empty between parts.
+        begin: bytes by kind at the start.
+        peak: bytes by kind at the moment when their total is highest.
+        end: bytes by kind at the end.
+    """
+
+    phase: str
+    place: str
+    begin: NumBytes
+    peak: NumBytes
+    end: NumBytes
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Total bytes at the peak."""
+        return total_bytes(self.peak)
+
+    def with_activations(self, factor: float) -> Interval:
+        """Return this interval with the activations and temporaries multiplied by ``factor``."""
+        moments = (
+            {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
+            for moment in (self.begin, self.peak, self.end)
+        )
+        return Interval(self.phase, self.place, *moments)

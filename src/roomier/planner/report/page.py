@@ -19,10 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from roomier.core.units import format_bytes
 from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.choosing.candidates import STAGES
-from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import ForecastRecord, moment_text
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.report.what_if import Grid
 
 # Paul Tol's "bright" scheme, which is distinguishable with any kind of color vision: https://personal.sron.nl/~pault/

@@ -127,9 +127,8 @@ def update_time(
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
         sent_bytes += group.share_sent * sum(num_bytes)
-    if plan.optimizer.name == "adafactor" and layout.is_sharded:  # sends column means, then norms of updates
-        num_columns = sum(each.shape[1] for each in trained if len(each.shape) == 2)
-        sizes = [4 * (num_columns + 2 * len(trained)), 4 * len(trained)]
+    if layout.is_sharded:
+        sizes = _all_reduced_bytes(plan, trained)
         exchange_s += sum(all_reduce_s(size, group, machine) for size in sizes)
         sent_bytes += 2 * group.share_sent * sum(sizes)
     if plan.optimizer.name == "onebit_adam":
@@ -137,6 +136,18 @@ def update_time(
         exchange_s += 2 * gather_s(num_bytes_all, group, machine)
         sent_bytes += 2 * group.share_sent * num_bytes_all
     return Update(seconds, exchange_s, sent_bytes)
+
+
+def _all_reduced_bytes(plan: Plan, trained: Sequence[Weight]) -> list[int]:
+    """Return the bytes of each all-reduce in the update of sharded parameters."""
+    if plan.optimizer.name == "adafactor":  # sends column means, then norms of updates
+        num_columns = sum(each.shape[1] for each in trained if len(each.shape) == 2)
+        return [4 * (num_columns + 2 * len(trained)), 4 * len(trained)]
+    return [8 * len(trained)] if _is_cautious(plan) else []  # counts of elements
+
+
+def _is_cautious(plan: Plan) -> bool:
+    return plan.optimizer.name == "adamw" and bool(plan.optimizer.options.get("cautious"))
 
 
 def _seconds(work: Work, device: Device) -> float:
@@ -157,7 +168,7 @@ def _moved_by(plan: Plan, *, is_hidden: bool) -> Moved:
     rounded = _ROUNDED.get((name, rounding_in_force(plan) or ""))
     if rounded is not None:
         return rounded
-    if plan.optimizer.options.get("cautious"):
+    if _is_cautious(plan):
         return _CAUTIOUS
     costs = OPTIMIZERS[name]
     moved = Moved(costs.cuda_bytes, costs.cpu_bytes, costs.num_operations)
