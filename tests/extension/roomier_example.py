@@ -25,6 +25,7 @@ def extend() -> None:
         cuda_bytes=28,
         cpu_bytes=28,
         num_operations=3,
+        is_elementwise=True,
     )
     LOGGERS["rows"] = Rows
 

@@ -15,7 +15,7 @@ import roomier
 from roomier import PlanError
 from roomier.core.extensions import load_extensions
 from roomier.loggers.by_name import LOGGERS
-from roomier.plan import plan_from_flags
+from roomier.plan import choices, plan_from_flags
 from roomier.plan.choices import OPTIMIZERS
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.hardware.machine import Device, Link, Machine
@@ -116,3 +116,26 @@ def test_planner_knows_the_optimizer_of_an_extension(tmp_path: Path, monkeypatch
     assert states[1] == pytest.approx(2 * num_bytes, rel=0.01)
     sharded = forecast(optimizer=OPTIMIZER, strategy="zero2", devices=2)
     assert sharded.bytes_by_kind[Kind.OPTIMIZER_STATE] == pytest.approx(num_bytes / 2, rel=0.01)
+
+
+def test_extension_can_provide_a_name_that_roomier_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "load_extensions", lambda: OPTIMIZERS.setdefault("lamb", OPTIMIZERS["adamw"]))
+    try:
+        assert plan_from_flags(optimizer="lamb").optimizer.name == "lamb"
+    finally:
+        OPTIMIZERS.pop("lamb", None)
+
+
+@pytest.mark.usefixtures("without_entries")
+def test_extension_that_fails_is_reported_and_does_not_replace_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = installed(tmp_path)
+    entries = tmp_path / "roomier_example-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[roomier.extensions]\nbad = no_such\n")
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
+    load_extensions.cache_clear()
+    with pytest.raises(PlanError, match="adamww"):
+        plan_from_flags(optimizer="adamww")
+    assert "the extension 'bad' (no_such) failed: ModuleNotFoundError" in capsys.readouterr().err

@@ -8,11 +8,16 @@ when it first receives a name that roomier does not define.
 from functools import cache
 from importlib.metadata import entry_points
 
+from roomier.core.log import notice
+
 GROUP = "roomier.extensions"
 
 
 @cache
 def load_extensions() -> None:
-    """Call the functions of all installed extensions, once per process."""
+    """Call the functions of all installed extensions, once per process. A notice reports an extension that fails."""
     for each in entry_points(group=GROUP):
-        each.load()()
+        try:
+            each.load()()
+        except Exception as error:
+            notice(f"the extension {each.name!r} ({each.value}) failed: {type(error).__name__}: {error}")

@@ -37,7 +37,8 @@ def replacing_path(path: Path) -> Iterator[Path]:
     If the block ends without an error, all files of the temporary folder are moved to the folder of ``path``. The file
     that replaces ``path`` is moved last.
     """
-    if path.parent not in _cleared:  # once per process, because a folder can contain many files
+    # Once per process, because a folder can contain many files.
+    if path.parent not in _cleared and not _ASIDE.fullmatch(path.parent.name):
         _cleared.add(path.parent)
         for old in path.parent.iterdir():
             match = _ASIDE.fullmatch(old.name)
@@ -64,8 +65,12 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 def this_host() -> str:
-    """Return an identifier of this machine."""
-    return f"{zlib.crc32(platform.node().encode()):08x}"
+    """Return an identifier of this machine and, in a container, of its process ids."""
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    return f"{zlib.crc32(f'{platform.node()}{processes}'.encode()):08x}"
 
 
 def new_owner() -> str:
@@ -79,7 +84,8 @@ def is_abandoned(path: Path, host: str, pid: int) -> bool:
     # Renaming a folder updates its ctime, but not its mtime.
     changed_at_s = path.lstat().st_ctime
     if host != this_host():
-        return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
+        newest_s = max([changed_at_s, *(each.lstat().st_ctime for each in path.glob("*"))])
+        return time.time() - newest_s > _FOREIGN_STALE_AFTER_S
     try:
         process = psutil.Process(pid)
         # If the process started after the folder was created, the process id was reused by a different process. The

@@ -180,6 +180,7 @@ class OffloadedUpdates(Updates):
 
     def change(self, parameters: Iterable[Tensor], change: Change) -> None:
         """Change the gradients on the device, then the gradients in a tier."""
+        self._complete_all()  # without a backward pass, gradients of the previous step may still wait for their update
         super().change(parameters, change)
         self._parameters.change(change)
 
@@ -488,8 +489,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         problem = "does not support LBFGS, whose update of a parameter depends on all gradients"
         raise PlanError("offload.optimizer_states", type(optimizer).__name__, problem, "Use another optimizer")
     kind = type(optimizer)
-    is_named = f"{kind.__module__}:{kind.__qualname__}" in {each.made_by for each in OPTIMIZERS.values()}
-    if not (is_named or kind.__module__.startswith(("torch.optim.", "roomier."))):
+    elementwise = {each.made_by for each in OPTIMIZERS.values() if each.is_elementwise}
+    is_known = kind.__module__.startswith(("torch.optim.", "roomier."))
+    if not is_known and f"{kind.__module__}:{kind.__qualname__}" not in elementwise:
         problem = "is not supported, because its update of a parameter can depend on other parameters"
         action = "Use an optimizer of torch.optim, or offload only activations"
         raise PlanError("offload: optimizer", kind.__name__, problem, action)

@@ -50,12 +50,15 @@ class OptimizerChoice(Choice):
     """An optimizer that a name selects.
 
     Attributes:
-        made_by: import path of the class, as in ``"torch.optim:AdamW"``.
+        made_by: import path of the class, as in ``"torch.optim:AdamW"``. Its constructor has the argument
+            ``weight_decay``.
         cuda_bytes: bytes that an update moves per float32 weight on an accelerator.
         cpu_bytes: bytes that an update moves per float32 weight on a CPU.
         num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
             all tensors.
         keeps_low_bits: True if the optimizer can store the low bits that bfloat16 weights lack.
+        is_elementwise: for a class outside of torch and roomier, True if the update of a parameter depends only on this
+            parameter, so that its states can be offloaded.
     """
 
     made_by: str
@@ -63,6 +66,7 @@ class OptimizerChoice(Choice):
     cpu_bytes: float
     num_operations: float = 0.0
     keeps_low_bits: bool = False
+    is_elementwise: bool = False
 
     def load(self) -> Any:
         """Import and return the class."""
@@ -424,10 +428,9 @@ def canonical(field: str, value: object) -> object:
         return value
     word = str.lower(value) if isinstance(value, str) else str(int(value))
     word = ALIASES.get(field, {}).get(word, word)
-    if word in CHOICES[field] or word in REFUSED.get(field, {}):
-        return word
-    load_extensions()
-    return word if word in CHOICES[field] else value
+    if word not in CHOICES[field]:
+        load_extensions()
+    return word if word in CHOICES[field] or word in REFUSED.get(field, {}) else value
 
 
 def aliases_of(field: str, value: str) -> list[str]:

@@ -124,9 +124,10 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_path(folder / "model.safetensors.index.json") as index:
         write_tensors(index.parent, tensors, size)
-        for earlier in folder.iterdir():
-            if _WEIGHTS.fullmatch(earlier.name):
-                earlier.unlink()
+        written = {each.name for each in index.parent.iterdir()}
+    for earlier in folder.iterdir():
+        if _WEIGHTS.fullmatch(earlier.name) and earlier.name not in written:
+            earlier.unlink()
 
 
 def write_file(path: Path, weights: Mapping[str, Any]) -> None:

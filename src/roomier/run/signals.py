@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 
 from roomier.core.log import notice
 
-_REQUEUES = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no SIGUSR1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, _REQUEUES)
+REQUEUES = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no SIGUSR1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUES)
 TO_OBEY_S = 10.0  # time in which a process must react to a second signal
 
 
@@ -42,7 +42,7 @@ class GracefulStop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            requeues = "SLURM_JOB_ID" in os.environ and signal.getsignal(_REQUEUES) is signal.SIG_DFL
+            requeues = "SLURM_JOB_ID" in os.environ and signal.getsignal(REQUEUES) is signal.SIG_DFL
             numbers = _SIGNALS if requeues else _SIGNALS[:2]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._watch = None if self._is_alone else _ExitThread()

@@ -35,7 +35,7 @@ from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.run import Run
 from roomier.run.settled import Fitted, Request, num_steps_of
-from roomier.run.signals import GracefulStop
+from roomier.run.signals import REQUEUES, GracefulStop
 from roomier.run.states import RunningStage, TrainerStatus
 from roomier.train.evaluate import EvaluationCutError
 from roomier.train.manual import ManualOptimizer
@@ -191,7 +191,7 @@ def _signal_of_all(trainer: TrainerAttributes, run: Run | None, number: int) -> 
     number = max(trainer.ranks.gather(number))  # at the end of a fit, only some ranks may have received the signal
     # a restart that repeats the same batches would also reach the time limit
     has_progress = run.progress.num_batches > run.now.num_batches_before
-    if number in (signal.SIGTERM, signal.SIGUSR1) and has_progress and is_found_as_last(run):
+    if number in (signal.SIGTERM, REQUEUES) and has_progress and is_found_as_last(run):
         trainer.ranks.on_zero(partial(requeue, os.environ))
     return number
 

@@ -90,6 +90,9 @@ def make_optimizer(
     if name == "muon" and not any(trait.is_hidden for _, trait in trained):
         problem = "requires a trained matrix in a block (a layer that repeats), but the model has none"
         raise PlanError("optimizer", name, problem, "Declare model_blocks() on the model, or use optimizer='adamw'")
+    if "weight_decay" not in arguments:
+        problem = f"is {OPTIMIZERS[name].made_by}, whose constructor has no argument weight_decay"
+        raise PlanError("optimizer", name, problem, "Add the argument, because biases and norms have no weight decay")
     decay = arguments["weight_decay"].default if weight_decay is None else weight_decay
     return kind(_groups(name, kind, trained, decay), **options)
 

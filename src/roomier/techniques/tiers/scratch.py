@@ -29,9 +29,9 @@ from roomier.techniques.tiers.transfers import Transfers
 class Scratch:
     """Locked file, and two threads that read and write the file. Disk space is reserved before use.
 
-    Several tiers can use one file. Different runs and ranks never use the same file, because the file has a random name
-    and is locked. The file is removed by :meth:`close` or when the process ends. If the process is killed, the next run
-    with the same folder removes the file.
+    Several tiers can use one file, but only one of them may map its records at a time. Different runs and ranks never
+    use the same file, because the file has a random name and is locked. The file is removed by :meth:`close` or when
+    the process ends. If the process is killed, the next run with the same folder removes the file.
 
     Args:
         folder: existing folder; None selects a default. See :func:`roomier.techniques.tiers.folder.offload_folder`.

@@ -60,8 +60,10 @@ def _todays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 answers = answers_to_object(each, num_ranks_of(today), today)
                 today.update(answers.keywords())
                 remarks += answers.remarks()
-            else:
+            elif _is_former("accelerator", each):
                 today["strategy"] = _ACCELERATORS[each.lower()]
+                if each.lower() == "ddp_cpu":
+                    today |= {"accelerator": "cpu", "devices": given.get("num_processes", given.get("devices", 1))}
     if given.get("precision") in ("16", 16):
         today["precision"] = "16-mixed"
     if "auto_lr_finder" in given:
