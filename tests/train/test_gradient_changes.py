@@ -127,6 +127,42 @@ def fit_on_ranks(num_ranks: int, accumulate: int, options: dict[str, Any]) -> di
     return fit(num_ranks, accumulate, **{name: each for name, each in options.items() if name != "accumulate"})
 
 
+@pytest.mark.more
+def test_step_without_a_loss_does_not_change_the_gradients_of_the_previous_step_again() -> None:
+    """Deferred updates wait for the next forward pass, which a skipped batch does not have."""
+    import lightning  # late import: a LightningModule counts steps without a loss, and its import takes seconds
+
+    class Skipping(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Language()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+            return None if index == 1 else self.model.training_step(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.model.configure_optimizers()
+
+    class Doubling(roomier.Callback):
+        def on_gradient(self, trainer: Any, pl_module: roomier.Module, name: str, gradient: Tensor) -> None:
+            gradient *= 2
+
+    found = []
+    for update in ("plain", "deferred"):
+        module = Skipping()
+        roomier.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[Doubling()],
+            offload={"optimizer_states": "disk", "parameters": "disk", "update": update},
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        ).fit(module, torch.utils.data.DataLoader(rows(), batch_size=NUM_ROWS))
+        found.append({name: each.detach().clone() for name, each in module.named_parameters()})
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 def test_loss_scale_is_removed_before_the_change() -> None:
     class Small(roomier.Callback):
         """Record the largest element."""
