@@ -41,6 +41,15 @@ def test_without_a_trainer():
         _ = module.trainer
 
 
+def test_a_trainer_can_be_set_as_in_lightning() -> None:
+    net, trainer = Net(), roomier.Trainer(logger=False, enable_checkpointing=False)
+    net.trainer = trainer
+    assert net.trainer is trainer
+    assert net.current_epoch == 0
+    net.trainer = None
+    assert not net.is_attached
+
+
 def test_attached(attached):
     assert attached.trainer.model is attached
     assert attached.global_step == 2

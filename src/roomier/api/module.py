@@ -204,6 +204,10 @@ class Module(HasHyperParameters, ModuleHooks):
             raise RoomierError("trainer", None, problem, "Call Trainer.fit first")
         return trainer
 
+    @trainer.setter
+    def trainer(self, trainer: TrainerView | None) -> None:
+        self.__dict__["_trainer"] = trainer
+
     @property
     def is_attached(self) -> bool:
         """True if the module is attached to a Trainer."""
