@@ -25,7 +25,7 @@ SPELLED = [
     ({"gpus": 8, "accelerator": "ddp"}, "accelerator='gpu', devices=8, strategy='ddp'"),
     ({"accelerator": "ddp"}, "strategy='ddp'"),
     ({"accelerator": "ddp_cpu", "num_processes": 2}, "strategy='ddp', accelerator='cpu', devices=2"),
-    ({"plugins": ["ddp", object()]}, "strategy='ddp'"),
+    ({"plugins": ["ddp", object]}, "strategy='ddp'"),
     (
         {"gpus": 8, "accelerator": "ddp", "plugins": "ddp_sharded"},
         "accelerator='gpu', devices=8, strategy='zero2'",
