@@ -33,7 +33,7 @@ WRONG_VALUES = [
         {"parallel": {"strategy": "zero1", "gradient_compression": "powersgd"}},
         "parallel.gradient_compression",
         "'powersgd'",
-        "Use strategy='ddp', or use reduce_dtype='bf16'",
+        "Use strategy='ddp', or replace gradient_compression by reduce_dtype='bf16'",
     ),
     (
         {"parallel": {"strategy": "ddp", "compression_rank": 2}},
@@ -71,7 +71,7 @@ WRONG_VALUES = [
         },
         "optimizer.step_in_backward",
         "'exact'",
-        "use strategy='ddp', or remove find_unused_parameters",
+        "Set step_in_backward=False, or remove find_unused_parameters",
     ),
     ({"parallel": {"accelerator": "hpu"}}, "parallel.accelerator", "'hpu'", "Use accelerator='cuda'"),
     ({"parallel": {"accelerator": "cpuu"}}, "parallel.accelerator", "'cpuu'", "Did you mean 'cpu'?"),
@@ -251,7 +251,7 @@ WRONG_VALUES = [
         {"offload": ON_DISK, "optimizer": {"step_in_backward": "exact"}},
         "optimizer.step_in_backward",
         "'exact'",
-        "offload.update='speculative' also updates in backward",
+        "'update': 'speculative'}, which also updates in backward",
     ),
     ({"activation": HALF, "compile": {"enabled": True}}, "activation.policy", "'budget'", "compile=False"),
     (

@@ -136,7 +136,7 @@ def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
         problem = (
             "saves no memory with accumulate_grad_batches above 1, because gradients are kept between micro-batches"
         )
-        action = "Use one larger micro-batch with activation_checkpointing='full', or set step_in_backward=False"
+        action = "Use accumulate_grad_batches=1 with activation_checkpointing='full', or set step_in_backward=False"
         yield PlanError(field, way, problem, action)
     if plan.precision.mode == "16-mixed":
         problem = (
