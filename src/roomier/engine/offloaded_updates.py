@@ -490,7 +490,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise PlanError("offload.optimizer_states", type(optimizer).__name__, problem, "Use another optimizer")
     kind = type(optimizer)
     elementwise = {each.made_by for each in OPTIMIZERS.values() if each.is_elementwise}
-    is_known = kind.__module__.startswith(("torch.optim.", "roomier."))
+    is_known = f"{kind.__module__}.".startswith(("torch.optim.", "roomier."))
     if not is_known and f"{kind.__module__}:{kind.__qualname__}" not in elementwise:
         problem = "is not supported, because its update of a parameter can depend on other parameters"
         action = "Use an optimizer of torch.optim, or offload only activations"
