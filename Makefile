@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
 	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
-	@echo 'make test          lint, types, layers and the main tests of each feature, in at most 10 minutes'
+	@echo 'make test          lint, types, layers and the main tests of each feature'
 	@echo 'make test-more     the tests marked more; CI runs both commands'
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
