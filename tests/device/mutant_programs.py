@@ -33,7 +33,7 @@ from roomier.core.log import quiet
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
-from roomier.plan import plan_from_flags
+from roomier.plan import ParallelPlan, plan_from_flags
 from roomier.run.vote import Vote
 from roomier.techniques.activation.copies import Copies, Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
@@ -263,7 +263,7 @@ def timed_pairwise_on_the_host() -> list[Any]:
 def powersgd_on_the_host() -> list[Any]:
     """The hook returns after its bucket has been sent, so that buckets do not overlap."""
     registered: list[Any] = []
-    PowerSGD(None, None).register(SimpleNamespace(register_comm_hook=lambda *hook: registered.append(hook)))  # type: ignore[arg-type]
+    PowerSGD(ParallelPlan()).register(SimpleNamespace(register_comm_hook=lambda *hook: registered.append(hook)))  # type: ignore[arg-type]
     ((state, hook),) = registered
     sent = []
 

@@ -1,18 +1,35 @@
-"""A package outside of roomier, which adds an optimizer and a logger. Its entry point is :func:`extend`."""
+"""A package outside of roomier, which adds an optimizer, a logger, an activation policy and a compression of gradients.
+Its entry point is :func:`extend`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from roomier import Logger
+from roomier import Logger, PlanError
 from roomier.core.sharded import local_part
 from roomier.loggers.by_name import LOGGERS
-from roomier.plan.choices import OPTIMIZERS, Kind, OptimizerChoice
+from roomier.plan import ParallelPlan, Plan
+from roomier.plan.choices import (
+    COMPRESSIONS,
+    OPTIMIZERS,
+    POLICIES,
+    CompressionChoice,
+    ImportedChoice,
+    Kind,
+    OptimizerChoice,
+)
+from roomier.plan.rules import RULES
+from roomier.techniques.activation.copies import is_weight
 
 ROWS: list[dict[str, float]] = []
 
@@ -28,6 +45,13 @@ def extend() -> None:
         is_elementwise=True,
     )
     LOGGERS["rows"] = Rows
+    POLICIES["int8_activations"] = ImportedChoice(
+        Kind.APPROXIMATE, "blocks save their activations in 8 bits", "roomier_example:int8_activations"
+    )
+    COMPRESSIONS["fp16"] = CompressionChoice(
+        Kind.NEAR, "gradients are rounded to float16 before they are sent", "roomier_example:Fp16", num_passes=2
+    )
+    RULES.append(int8_requires_mixed_precision)
 
 
 class Signum(Optimizer):
@@ -58,3 +82,40 @@ class Rows(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int) -> None:
         ROWS.append({name: float(value) for name, value in metrics.items()})
+
+
+def int8_activations(num_blocks: int) -> list[Callable[[], saved_tensors_hooks]]:
+    """Return the context of each block, in which autograd saves activations with 8 bits per element."""
+    return [lambda: saved_tensors_hooks(_packed, _unpacked)] * num_blocks
+
+
+def _packed(tensor: Tensor) -> Any:
+    if is_weight(tensor) or not tensor.is_floating_point():
+        return tensor
+    scale = tensor.abs().amax().clamp(min=1e-12) / 127
+    return (tensor / scale).round().to(torch.int8), scale
+
+
+def _unpacked(packed: Any) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed[0] * packed[1]
+
+
+def int8_requires_mixed_precision(plan: Plan) -> Iterator[PlanError]:
+    """Reject 8 bits in a run that asks for 64 bits."""
+    if plan.activation.policy == "int8_activations" and plan.precision.mode == "64-true":
+        action = "Use precision='32-true', or another policy"
+        yield PlanError("activation.policy", "int8_activations", "does not support precision '64-true'", action)
+
+
+class Fp16:
+    """Rounds gradients to float16 before DDP sends them."""
+
+    def __init__(self, parallel: ParallelPlan) -> None:
+        pass
+
+    @staticmethod
+    def sent_bytes(shape: torch.Size, itemsize: int, parallel: ParallelPlan) -> int:
+        return 2 * math.prod(shape)
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        ddp.register_comm_hook(None, fp16_compress_hook)

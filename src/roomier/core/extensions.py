@@ -1,8 +1,8 @@
-"""Installed packages that add optimizers and loggers to roomier.
+"""Installed packages that add optimizers, loggers, memory techniques, compressions of gradients and rules to roomier.
 
 A package declares an entry point in the group ``roomier.extensions``. It names a function without arguments, which adds
-entries to ``roomier.plan.choices.OPTIMIZERS`` and ``roomier.loggers.by_name.LOGGERS``. Each process calls the function
-when it first receives a name that roomier does not define.
+entries to the tables that ``CONTRIBUTING.md`` lists. Each process calls the function when it first receives a name that
+roomier does not define.
 """
 
 from functools import cache

@@ -47,19 +47,16 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
 
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
-        from roomier.techniques.parallel.powersgd import PowerSGD  # late import: a single process does not need it
         from roomier.techniques.parallel.replicate import Replicas  # late import: a single process does not need it
 
         take_values_of_rank_zero(network, ranks)  # DDP also does this, but is created after the first step, or never
-        compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,
             device,
             ranks,
             by_hand=facts.is_manual,
-            finds_unused=wanted.find_unused_parameters,
+            wanted=wanted,
             wire_dtype=wire_dtype,
-            compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
     from roomier.techniques.parallel import shard  # late import: a single process does not need it
     from roomier.techniques.parallel.mesh import make_mesh  # late import: as above

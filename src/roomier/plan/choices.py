@@ -46,12 +46,29 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class OptimizerChoice(Choice):
+class ImportedChoice(Choice):
+    """A choice whose code is imported when a run uses it.
+
+    Attributes:
+        made_by: import path of a class or function, as in ``"torch.optim:AdamW"``. For an optimizer, it is a class
+            whose constructor has the argument ``weight_decay``. For an activation policy, it is a function that
+            receives the number of blocks and returns for each block, in the order of the model, a ``Keep`` or a
+            function that creates the context of a forward pass with gradients, such as
+            ``torch.autograd.graph.saved_tensors_hooks``.
+    """
+
+    made_by: str
+
+    def load(self) -> Any:
+        """Import and return the class or function."""
+        return resolve_name(self.made_by)
+
+
+@dataclass(frozen=True)
+class OptimizerChoice(ImportedChoice):
     """An optimizer that a name selects.
 
     Attributes:
-        made_by: import path of the class, as in ``"torch.optim:AdamW"``. Its constructor has the argument
-            ``weight_decay``.
         cuda_bytes: bytes that an update moves per float32 weight on an accelerator.
         cpu_bytes: bytes that an update moves per float32 weight on a CPU.
         num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
@@ -61,16 +78,29 @@ class OptimizerChoice(Choice):
             parameter, so that its states can be offloaded.
     """
 
-    made_by: str
     cuda_bytes: float
     cpu_bytes: float
     num_operations: float = 0.0
     keeps_low_bits: bool = False
     is_elementwise: bool = False
 
-    def load(self) -> Any:
-        """Import and return the class."""
-        return resolve_name(self.made_by)
+
+@dataclass(frozen=True)
+class CompressionChoice(ImportedChoice):
+    """A compression of the gradients that ``"ddp"`` sends.
+
+    ``made_by`` names a class such as :class:`roomier.techniques.parallel.powersgd.PowerSGD`. Its constructor receives
+    the ``ParallelPlan``, ``register(ddp)`` registers a communication hook of DDP, and the static method
+    ``sent_bytes(shape, itemsize, parallel)`` returns the bytes that are sent for the gradient of a parameter.
+
+    Attributes:
+        num_passes: number of passes over the gradients that the compression adds, with which the planner computes its
+            time on a CPU.
+        num_collectives: number of collectives for each bucket.
+    """
+
+    num_passes: float = 0.0
+    num_collectives: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,6 +181,27 @@ OPTIMIZERS: dict[str, OptimizerChoice] = {
 """The optimizers by name. The other layers derive from this table which optimizers exist, what they cost, and which of
 them support bfloat16 weights. An extension can add entries (see ``roomier.core.extensions``)."""
 
+COMPRESSIONS: dict[str, Choice] = {
+    "none": _exact(),
+    "powersgd": CompressionChoice(
+        Kind.APPROXIMATE,
+        "low-rank gradients with error feedback, after a warm-up",
+        "roomier.techniques.parallel.powersgd:PowerSGD",
+        num_passes=6,  # add the error, two products, the sum of both, the new error
+        num_collectives=3,  # one per factor, and one for the other gradients
+    ),
+}
+"""Compressions of the gradients that ``"ddp"`` sends. An extension can add a :class:`CompressionChoice`."""
+
+POLICIES: dict[str, Choice] = {
+    "none": _exact("all activations are saved for backward"),
+    "full": _exact("each block saves its input and is recomputed in backward"),
+    "every_n": _exact("one block in every n saves only its input"),
+    "selective": _exact("blocks save results of matmuls and attention; the rest is recomputed"),
+    "budget": _exact("activations are recomputed or moved as the budget requires"),
+}
+"""Activations that blocks save for backward. An extension can add an :class:`ImportedChoice`."""
+
 CHOICES: dict[str, Mapping[str, Choice]] = {
     "parallel.strategy": {
         "single": _exact("one process, nothing is sharded"),
@@ -165,10 +216,7 @@ CHOICES: dict[str, Mapping[str, Choice]] = {
         "32": _exact("gradients are reduced in float32"),
         "bf16": _near("gradients are rounded to bfloat16 before they are sent"),
     },
-    "parallel.gradient_compression": {
-        "none": _exact(),
-        "powersgd": _approximate("low-rank gradients with error feedback, after a warm-up"),
-    },
+    "parallel.gradient_compression": COMPRESSIONS,
     "parallel.communication": {
         "overlapped": _exact("transfers run while neighboring units compute"),
         "sequential": _exact("transfers complete before the computation continues; fewer buffers"),
@@ -215,13 +263,7 @@ CHOICES: dict[str, Mapping[str, Choice]] = {
         "exact": _exact("each parameter when its gradient is complete; clipping by norm runs two backward passes"),
         "stale_norm": _approximate("each parameter in backward, clipped by the norm of the previous step"),
     },
-    "activation.policy": {
-        "none": _exact("all activations are saved for backward"),
-        "full": _exact("each block saves its input and is recomputed in backward"),
-        "every_n": _exact("one block in every n saves only its input"),
-        "selective": _exact("blocks save results of matmuls and attention; the rest is recomputed"),
-        "budget": _exact("activations are recomputed or moved as the budget requires"),
-    },
+    "activation.policy": POLICIES,
     "offload.optimizer_states": {
         "none": _exact("everything stays on the device"),
         "cpu": _exact("optimizer states are in host memory between updates"),
@@ -446,6 +488,12 @@ def kind_of(field: str, value: str) -> Kind | None:
 def note_of(field: str, value: str) -> str:
     """Return the remark on a choice in a valid Plan."""
     return _choice(field, value).note
+
+
+def compression_named(name: str) -> CompressionChoice | None:
+    """Return the compression of gradients that ``name`` selects in a valid Plan; None for ``"none"``."""
+    choice = COMPRESSIONS[name]
+    return choice if isinstance(choice, CompressionChoice) else None
 
 
 def _choice(field: str, value: str) -> Choice:

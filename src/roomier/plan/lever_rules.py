@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from roomier.core.errors import PlanError
-from roomier.plan.choices import OPTIMIZERS
+from roomier.plan.choices import OPTIMIZERS, POLICIES, ImportedChoice
 from roomier.plan.parts import PlanParts
 
 
@@ -45,6 +45,20 @@ def recompute_settings_have_their_policy(plan: PlanParts) -> Iterator[PlanError]
         received = {name: getattr(activation, name) for name in given} or None
         action = "Use activation_checkpointing='6GiB', or a fraction such as 0.5"
         yield PlanError("activation.policy", received, "requires exactly one budget, in bytes or as a fraction", action)
+
+
+def imported_policy_is_alone(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject the policy of an extension, which may save activations in its own form, in combination with levers that
+    also decide which tensors are saved."""
+    policy = plan.activation.policy
+    if not isinstance(POLICIES.get(policy), ImportedChoice):
+        return
+    if plan.compile.enabled:
+        problem = "is not supported with compile=True, because the compiler selects the activations that a block saves"
+        yield PlanError("activation.policy", policy, problem, "Use 'selective', 'full' or 'every_n', or compile=False")
+    if plan.offload.activations != "none":
+        problem = "is not supported with offload.activations, because its activations may not be tensors"
+        yield PlanError("activation.policy", policy, problem, "Use another policy, or remove offload.activations")
 
 
 def budget_can_be_measured(plan: PlanParts) -> Iterator[PlanError]:
@@ -197,6 +211,7 @@ def unused_parameters_are_known_before_updates(plan: PlanParts) -> Iterator[Plan
 
 LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
+    imported_policy_is_alone,
     budget_can_be_measured,
     settings_have_their_lever,
     adapter_settings_have_adapters,

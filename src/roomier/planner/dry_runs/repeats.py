@@ -23,6 +23,7 @@ from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.core.log import notice
 from roomier.plan import Plan
+from roomier.plan.choices import POLICIES, ImportedChoice
 from roomier.planner.fake.user_code import reason_of
 from roomier.planner.workload import Workload
 from roomier.techniques.parallel.shard import closed_blocks
@@ -57,7 +58,9 @@ class Repeat:
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
     """Return the rows of equal blocks that have at least ``least`` periods and that ``plan`` treats identically."""
-    if plan.activation.policy == "budget" or _names_a_block(plan):
+    policy = POLICIES[plan.activation.policy]
+    may_differ = plan.activation.policy == "budget" or isinstance(policy, ImportedChoice)
+    if may_differ or _names_a_block(plan):
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
     network = network_of(workload.module)

@@ -150,13 +150,13 @@ def recomputed_blocks(
     if activation.policy == "none":
         return {}
     if activation.policy == "budget":
-        keeps = [Keep.INPUT if chosen is None else chosen.get(place, Keep.ALL) for place in blocks]
+        keeps: Sequence[object] = [Keep.INPUT if chosen is None else chosen.get(place, Keep.ALL) for place in blocks]
     else:
         keeps = keeps_of(activation, len(blocks))
     return {
         place: keep
         for place, keep in zip(blocks, keeps, strict=True)
-        if keep is not Keep.ALL and ("forward", place) in work
+        if isinstance(keep, Keep) and keep is not Keep.ALL and ("forward", place) in work
     }
 
 

@@ -25,15 +25,13 @@ from typing import Any
 import torch
 
 from roomier.plan import Plan
+from roomier.plan.choices import compression_named
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.walk import Layout, gradient_bytes, own_shape
 from roomier.planner.memory.weights import Unit, Weight
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
-from roomier.techniques.parallel.powersgd import DEFAULT_RANK
 
 BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
-_LEAST_SAVING = 2  # torch's PowerSGD compresses a matrix if the factors have less than half of its size
-_POWERSGD_PASSES = 6  # passes over the gradient: add the error, two products, the sum of both, the new error
 
 
 @dataclass(frozen=True)
@@ -220,9 +218,10 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     link_s = num_buckets * all_reduce_s(sum(num_bytes) / num_buckets, group, machine)
     adds_up = machine.device.kind == "cpu" and machine.in_node_reduce is None
     copied = 2 + (3 * group.share_sent if adds_up else 0)  # passes: the copy into the bucket, and the sum
-    if plan.parallel.gradient_compression == "powersgd":
-        copied += _POWERSGD_PASSES
-        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # two collectives, one per factor
+    compression = compression_named(plan.parallel.gradient_compression)
+    if compression is not None:
+        copied += compression.num_passes
+        link_s += (compression.num_collectives - 1) * num_buckets * all_reduce_s(1, group, machine)
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)
@@ -232,10 +231,7 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
 
 
 def _travelling_bytes(weight: Weight, wire: torch.dtype | None, plan: Plan) -> float:
-    num_elements = math.prod(weight.shape)
-    if plan.parallel.gradient_compression == "powersgd" and len(weight.shape) > 1:
-        rank = plan.parallel.compression_rank or DEFAULT_RANK
-        num_rows = weight.shape[0]
-        factors = min(rank, num_rows) * (num_rows + num_elements // max(num_rows, 1))
-        num_elements = factors if _LEAST_SAVING * factors < num_elements else num_elements
-    return num_elements * (wire or weight.dtype).itemsize
+    compression = compression_named(plan.parallel.gradient_compression)
+    if compression is not None:
+        return compression.load().sent_bytes(weight.shape, weight.dtype.itemsize, plan.parallel)  # type: ignore[no-any-return]
+    return math.prod(weight.shape) * (wire or weight.dtype).itemsize

@@ -12,7 +12,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -40,6 +40,11 @@ class Keep(StrEnum):
     """Only the input of the block."""
 
 
+MakeContext = Callable[[], AbstractContextManager[Any]]
+"""Function that creates the context of a forward pass, such as ``saved_tensors_hooks``, which can save activations in a
+different form."""
+
+
 class BlockForward(WrappedForward):
     """Wrapper for the ``forward`` method of a block. Without gradients, as in evaluation, the original method runs.
 
@@ -47,6 +52,7 @@ class BlockForward(WrappedForward):
         module: the block.
         keep: activations that are saved for backward.
         offload: object that moves saved tensors to host memory or disk; None to keep them on the device.
+        context: context of a forward pass with gradients that saves all activations.
 
     Attributes:
         module: the block.
@@ -55,12 +61,19 @@ class BlockForward(WrappedForward):
         offload: the argument ``offload``.
     """
 
-    def __init__(self, module: nn.Module, keep: Keep = Keep.ALL, offload: Offload | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        keep: Keep = Keep.ALL,
+        offload: Offload | None = None,
+        context: MakeContext = nullcontext,
+    ) -> None:
         super().__init__(module)
         self.module = module
         self.keep = keep
         self.offloads = offload is not None
         self.offload = offload
+        self._context = context
         self._buffers = Buffers(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +93,8 @@ class BlockForward(WrappedForward):
 
     def _keeping(self, save: Callable[[Tensor], Saved], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.keep is Keep.ALL:
-            return self.forward(*args, **kwargs)
+            with self._context():
+                return self.forward(*args, **kwargs)
         found: list[Tensor] = []
         leaves, form = torch_private.split_leaves((args, kwargs))
         leaves = [_extracted(leaf, found) for leaf in leaves]
@@ -94,7 +108,8 @@ class BlockForward(WrappedForward):
         """Run the forward pass while the compiler traces it. The saved tensors are offloaded by :class:`MovingForward`,
         not by this method."""
         if self.keep is Keep.ALL:
-            return self.forward(*args, **kwargs)
+            with self._context():
+                return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
         return checkpoint(self.forward, *args, use_reentrant=False, **how, **kwargs)
 

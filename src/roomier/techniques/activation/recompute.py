@@ -12,8 +12,9 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import install
+from roomier.plan.choices import POLICIES, ImportedChoice
 from roomier.plan.parts import ActivationPlan, OffloadPlan
-from roomier.techniques.activation.block_forward import BlockForward, Keep, Recompute
+from roomier.techniques.activation.block_forward import BlockForward, Keep, MakeContext, Recompute
 from roomier.techniques.activation.budget import BudgetedRecompute
 from roomier.techniques.activation.copies import Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
@@ -68,7 +69,10 @@ def apply_recompute(
             "offload: activations are already in host memory on this device, so moving them saves no memory; "
             "offload={'activations': 'disk'} moves them to disk"
         )
-    forwards = [BlockForward(block, keep, where) for block, keep in zip(blocks, keeps, strict=True)]
+    forwards = [
+        BlockForward(block, keep, where) if isinstance(keep, Keep) else BlockForward(block, context=keep)
+        for block, keep in zip(blocks, keeps, strict=True)
+    ]
     for forward in forwards:
         install(forward.module, forward)
     recompute = Recompute(forwards)
@@ -91,8 +95,12 @@ def _offload(offload: OffloadPlan, device: torch.device) -> Offload | None:
             return Offload(device)
 
 
-def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
-    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... are recomputed."""
+def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep | MakeContext]:
+    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... are recomputed.
+
+    Raises:
+        RoomierError: a policy of an extension returns a different number of settings.
+    """
     match activation.policy:
         case "full":
             return [Keep.INPUT] * num_blocks
@@ -101,8 +109,14 @@ def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
         case "every_n":
             n = activation.every_n or 2
             return [Keep.INPUT if index % n == n - 1 else Keep.ALL for index in range(num_blocks)]
-        case _:
-            return [Keep.ALL] * num_blocks
+    choice = POLICIES[activation.policy]
+    if not isinstance(choice, ImportedChoice):
+        return [Keep.ALL] * num_blocks
+    keeps: list[Keep | MakeContext] = list(choice.load()(num_blocks))
+    if len(keeps) != num_blocks:
+        problem = f"returned {len(keeps)} settings for {num_blocks} blocks"
+        raise RoomierError("activation_checkpointing", activation.policy, problem, f"Correct {choice.made_by}")
+    return keeps
 
 
 def _asked(activation: ActivationPlan, tier: str) -> tuple[str, object]:

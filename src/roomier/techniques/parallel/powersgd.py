@@ -1,5 +1,7 @@
 """PowerSGD, which uses torch's hook for DDP to send the gradient of each matrix as two low-rank factors."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch defines it conditionally
@@ -7,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from roomier.core.log import notice
+from roomier.plan.parts import ParallelPlan
 
 DEFAULT_RANK = 4
 DEFAULT_WARMUP_STEPS = 100
@@ -26,17 +29,24 @@ class PowerSGD:
     collectives in different orders, and sums would mix different tensors.
 
     Args:
-        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this number
-            is less than half of ``n * m``. None means ``DEFAULT_RANK``.
-        warmup_steps: number of steps that send uncompressed gradients; at least 3. None means
-            ``DEFAULT_WARMUP_STEPS``.
+        parallel: plan that contains the rank of the factors and the number of steps that send uncompressed gradients.
     """
 
-    def __init__(self, rank: int | None, warmup_steps: int | None) -> None:
-        self._rank = DEFAULT_RANK if rank is None else rank
-        warmup_steps = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        self._warmup_steps = max(warmup_steps, _FIRST_STEPS_WHOLE)
+    def __init__(self, parallel: ParallelPlan) -> None:
+        self._rank = parallel.compression_rank or DEFAULT_RANK
+        self._warmup_steps = max(parallel.compression_warmup_steps or DEFAULT_WARMUP_STEPS, _FIRST_STEPS_WHOLE)
         self._is_told = False
+
+    @staticmethod
+    def sent_bytes(shape: torch.Size, itemsize: int, parallel: ParallelPlan) -> int:
+        """Return the bytes that are sent for a gradient of ``shape``. The factors of a matrix have ``rank * (n + m)``
+        elements. torch sends the factors if they have less than half of the elements of the matrix."""
+        num_elements = math.prod(shape)
+        if len(shape) > 1:
+            rank = parallel.compression_rank or DEFAULT_RANK
+            num_factors = min(rank, shape[0]) * (shape[0] + num_elements // max(shape[0], 1))
+            num_elements = num_factors if 2 * num_factors < num_elements else num_elements
+        return num_elements * itemsize
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Register the compression hook with ``ddp``, which is constructed after the first step of the run."""

@@ -14,11 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks, announce, close_connections
+from roomier.plan.choices import compression_named
+from roomier.plan.parts import ParallelPlan
 from roomier.techniques.parallel.fake_ddp import FakeDDP
-from roomier.techniques.parallel.powersgd import PowerSGD
 from roomier.techniques.parallel.rounded import send_rounded
 from roomier.techniques.parallel.runner import StepRunner
 from roomier.techniques.parallel.unsharded import Unsharded
+
+_NO_COMPRESSION = "Set gradient_compression='none'"
 
 
 class Replicas(Unsharded):
@@ -33,7 +36,8 @@ class Replicas(Unsharded):
     gradients of the first step are averaged directly. This average shows which parameters have no gradient. DDP is
     constructed at the start of the second step, so its buckets never exist at the same time as the gradients of the
     first step. DDP checks for unused parameters in every step if a parameter was unused in the first step, or if
-    ``finds_unused`` is set. Otherwise, an unused parameter in a later step raises an error that names the parameter.
+    ``find_unused_parameters`` is set. Otherwise, an unused parameter in a later step raises an error that names the
+    parameter.
 
     Args:
         network: model with the same values on every rank.
@@ -41,17 +45,15 @@ class Replicas(Unsharded):
         ranks: all ranks of the run.
         by_hand: whether the module uses manual optimization. If so, gradients are averaged after each backward pass
             inside ``training_step``.
-        finds_unused: if True, allow steps with unused parameters. The set of unused parameters may differ between
-            ranks.
+        wanted: plan that contains the compression of gradients, and whether steps may leave parameters unused.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
-        compression: gradient compression; None disables it.
 
     Attributes:
         runner: module that runs a step in its ``forward``.
         loss_factor: the number of ranks, by which DDP divides the gradients.
 
     Raises:
-        RoomierError: ``compression`` is used with manual optimization.
+        RoomierError: gradients are compressed, and the module uses manual optimization.
     """
 
     def __init__(
@@ -61,22 +63,23 @@ class Replicas(Unsharded):
         ranks: Ranks,
         *,
         by_hand: bool,
-        finds_unused: bool,
+        wanted: ParallelPlan,
         wire_dtype: torch.dtype | None,
-        compression: PowerSGD | None,
     ) -> None:
+        self._compression_name = wanted.gradient_compression
+        compression = compression_named(self._compression_name)
         if compression is not None and by_hand:
             problem = "is not supported with manual optimization, which does not run the backward pass of DDP"
-            raise RoomierError("gradient_compression", "powersgd", problem, "Set gradient_compression='none'")
+            raise RoomierError("gradient_compression", self._compression_name, problem, _NO_COMPRESSION)
         self.runner: nn.Module = StepRunner(network)
         self.loss_factor = float(ranks.world.size)
         self._network = network
         self._device = device
         self._ranks = ranks
         self._by_hand = by_hand
-        self._finds_unused = finds_unused
+        self._finds_unused = wanted.find_unused_parameters
         self._wire_dtype = wire_dtype
-        self._compression = compression
+        self._compression = None if compression is None else compression.load()(wanted)
         self._ddp: DistributedDataParallel | None = None
         self._is_last = True
         self._wraps_next = False
@@ -129,8 +132,8 @@ class Replicas(Unsharded):
             return
         if self._compression is not None:
             problem = "does not support freezing or unfreezing parameters during a run"
-            action = "Set gradient_compression='none', or keep the set of trained parameters"
-            raise RoomierError("gradient_compression", "powersgd", problem, action)
+            action = f"{_NO_COMPRESSION}, or keep the set of trained parameters"
+            raise RoomierError("gradient_compression", self._compression_name, problem, action)
         self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
 
     def _wrap(self) -> None:
