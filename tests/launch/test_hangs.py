@@ -72,7 +72,8 @@ RUNS: dict[str, Callable[[Path], Outcome]] = {
     "slow hook 0": lambda notes: run(notes, "slow hook", 0, strategy="ddp", devices=2, **BOUND),
     "slow step 1": lambda notes: run(notes, "slow step", 1, strategy="ddp", devices=2, hang_timeout={"seconds": 60}),
 }
-QUICK = ("stopped 1", "deadlock 1")
+QUICK = ("deadlock 1",)
+MORE = ("stopped 1",)
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -88,19 +89,27 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK)
+    return run_all(tmp_path_factory.mktemp("runs"), MORE)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_rank_that_hangs_is_reported_and_the_run_ends(outcomes: dict[str, Outcome], name: str) -> None:
-    check_end(name, outcomes[name])
+@pytest.fixture(scope="module")
+def slow_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK - MORE)
+
+
+def test_a_rank_that_hangs_is_reported_and_the_run_ends(outcomes: dict[str, Outcome]) -> None:
+    check_end("deadlock 1", outcomes["deadlock 1"])
 
 
 @pytest.mark.more
+def test_a_rank_that_is_stopped_is_reported_and_the_run_ends(more_outcomes: dict[str, Outcome]) -> None:
+    check_end("stopped 1", more_outcomes["stopped 1"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stopped 0", "deadlock 0"])
-def test_rank_0_that_hangs_is_reported_and_the_run_ends(more_outcomes: dict[str, Outcome], name: str) -> None:
-    check_end(name, more_outcomes[name])
+def test_rank_0_that_hangs_is_reported_and_the_run_ends(slow_outcomes: dict[str, Outcome], name: str) -> None:
+    check_end(name, slow_outcomes[name])
 
 
 def heartbeat_lines(outcome: Outcome) -> list[str]:
@@ -132,10 +141,9 @@ def check_end(name: str, outcome: Outcome) -> None:
     assert "steps" not in outcome.stdout
 
 
-@pytest.mark.more
 @pytest.mark.slow
-def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["slow hook 0"]
+def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(slow_outcomes: dict[str, Outcome]) -> None:
+    outcome = slow_outcomes["slow hook 0"]
     assert outcome.code == 0
     [line] = heartbeat_lines(outcome)
     assert re.search(
@@ -144,10 +152,9 @@ def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(more_outcomes
     assert outcome.stdout.count("steps 6") == 2
 
 
-@pytest.mark.more
 @pytest.mark.slow
-def test_a_rank_that_makes_progress_again_does_not_end_the_run(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["slow step 1"]
+def test_a_rank_that_makes_progress_again_does_not_end_the_run(slow_outcomes: dict[str, Outcome]) -> None:
+    outcome = slow_outcomes["slow step 1"]
     assert outcome.code == 0
     assert f"{REPORT}1: training step, step 3, batch 3" in outcome.stderr
     assert f"{REPORT}1 makes progress again" in outcome.stderr

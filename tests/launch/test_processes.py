@@ -1,6 +1,6 @@
 """Processes that a script or a launcher starts as ranks, and the way in which they end if one process fails.
 
-The fixtures ``outcomes`` and ``more_outcomes`` run several programs at a time. ``test_meet.py`` and ``test_place.py``
+The fixtures run several programs at a time. ``test_meet.py`` and ``test_place.py``
 test parts of this behavior without processes.
 """
 
@@ -119,10 +119,8 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-QUICK = (
-    *("well", "step raises 1", "step raises 0", "step killed 1", "step starves 1", "step vanishes 0", "command"),
-    *("start leaves 1", "standard input"),
-)
+QUICK = ("well", "step raises 1", "step killed 1", "standard input")
+MORE = ("step raises 0", "step starves 1", "step vanishes 0", "command", "start leaves 1")
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -138,7 +136,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK)
+    return run_all(tmp_path_factory.mktemp("runs"), MORE)
+
+
+@pytest.fixture(scope="module")
+def slow_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK - MORE)
 
 
 def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> None:
@@ -149,7 +152,6 @@ def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> No
     assert outcome.left == []
 
 
-@pytest.mark.more
 def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
     zero, one = outcomes["well"].sockets
     listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
@@ -157,18 +159,21 @@ def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome
     assert {address.removeprefix("::ffff:") for address, _, _ in zero + one} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if "raise" in name])
-def test_only_the_traceback_of_the_failed_rank_is_printed(outcomes: dict[str, Outcome], name: str) -> None:
-    check_failure(name, outcomes[name])
+def test_only_the_traceback_of_the_failed_rank_is_printed(outcomes: dict[str, Outcome]) -> None:
+    check_failure("step raises 1", outcomes["step raises 1"])
 
 
 @pytest.mark.more
+def test_only_the_traceback_of_rank_0_is_printed(more_outcomes: dict[str, Outcome]) -> None:
+    check_failure("step raises 0", more_outcomes["step raises 0"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK + MORE])
 def test_only_one_traceback_of_several_or_late_failures_is_printed(
-    more_outcomes: dict[str, Outcome], name: str
+    slow_outcomes: dict[str, Outcome], name: str
 ) -> None:
-    check_failure(name, more_outcomes[name])
+    check_failure(name, slow_outcomes[name])
 
 
 def check_failure(name: str, outcome: Outcome) -> None:
@@ -189,12 +194,13 @@ def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
     assert "Traceback" not in outcome.stderr
+    assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
     assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL (often because the")
 
 
 @pytest.mark.more
-def test_a_rank_without_memory_ends_the_run(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["step starves 1"]
+def test_a_rank_without_memory_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["step starves 1"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -203,23 +209,18 @@ def test_a_rank_without_memory_ends_the_run(outcomes: dict[str, Outcome]) -> Non
 
 
 @pytest.mark.more
-def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["step vanishes 0"]
+def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["step vanishes 0"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
     assert "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete" in outcome.stderr
+    assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["step killed 1", "step vanishes 0"])
-def test_the_other_ranks_print_no_cpp_frames(outcomes: dict[str, Outcome], name: str) -> None:
-    assert "frame #" not in outcomes[name].stderr
-
-
-@pytest.mark.more
-def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["start leaves 1"]
+def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["start leaves 1"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -228,10 +229,9 @@ def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str
     )
 
 
-@pytest.mark.more
 @pytest.mark.slow
-def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["start killed 1"]
+def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(slow_outcomes: dict[str, Outcome]) -> None:
+    outcome = slow_outcomes["start killed 1"]
     assert outcome.code == 128 + 9
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -239,8 +239,8 @@ def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(more_outcomes:
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_with_code_0_in_a_step_is_reported(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["step vanishes 1"]
+def test_a_process_that_ends_with_code_0_in_a_step_is_reported(slow_outcomes: dict[str, Outcome]) -> None:
+    outcome = slow_outcomes["step vanishes 1"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -249,11 +249,10 @@ def test_a_process_that_ends_with_code_0_in_a_step_is_reported(more_outcomes: di
     )
 
 
-@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_single_rank_that_exits_with_code_0_is_reported(more_outcomes: dict[str, Outcome], rank: int) -> None:
-    outcome = more_outcomes[f"step leaves {rank}"]
+def test_a_single_rank_that_exits_with_code_0_is_reported(slow_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = slow_outcomes[f"step leaves {rank}"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -261,11 +260,10 @@ def test_a_single_rank_that_exits_with_code_0_is_reported(more_outcomes: dict[st
     assert outcome.stderr.count(text) == 1
 
 
-@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_run_has_the_nonzero_exit_code_of_a_rank(more_outcomes: dict[str, Outcome], rank: int) -> None:
-    outcome = more_outcomes[f"step leaves badly {rank}"]
+def test_the_run_has_the_nonzero_exit_code_of_a_rank(slow_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = slow_outcomes[f"step leaves badly {rank}"]
     assert outcome.code == 7
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -291,7 +289,6 @@ def control_group() -> Iterator[Path]:
         group.rmdir()
 
 
-@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
     tmp_path: Path, control_group: Path
@@ -304,17 +301,17 @@ def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
     assert outcome.stderr.splitlines()[-1] == f"roomier: rank 1 was terminated by SIGKILL ({reason}), so the run ended"
 
 
-@pytest.mark.more
 @pytest.mark.slow
-def test_a_rank_that_does_not_join_is_reported(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["start sleeps 1"]
+def test_a_rank_that_does_not_join_is_reported(slow_outcomes: dict[str, Outcome]) -> None:
+    outcome = slow_outcomes["start sleeps 1"]
     assert outcome.code == 1
     assert "rank=1: of 2 ranks, these did not connect within 15 s: 1. Check the logs" in outcome.stderr
     assert outcome.left == []
 
 
-def test_the_command_starts_ranks_and_prints_its_result_once(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["command"]
+@pytest.mark.more
+def test_the_command_starts_ranks_and_prints_its_result_once(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["command"]
     assert outcome.code == 0, outcome.stderr
     [metrics] = json.loads(outcome.stdout)
     assert metrics["val_loss"] > 0
@@ -326,8 +323,8 @@ def test_code_from_standard_input_is_rejected(outcomes: dict[str, Outcome]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipe", "no script"])
-def test_code_without_a_script_is_rejected(more_outcomes: dict[str, Outcome], name: str) -> None:
-    check_rejected(more_outcomes[name])
+def test_code_without_a_script_is_rejected(slow_outcomes: dict[str, Outcome], name: str) -> None:
+    check_rejected(slow_outcomes[name])
 
 
 def check_rejected(outcome: Outcome) -> None:

@@ -177,7 +177,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, 4))
+@pytest.mark.parametrize("name", few(CASES, 3))
 def test_twenty_steps(name: str) -> None:
     assert_same(CASES[name], 20)
 

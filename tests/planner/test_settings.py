@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "offload.update": ("deferred", STATES),
     "offload.buffers": (1, STATES),
     "loss.chunked": (True, {}),
-    "loss.chunk_tokens": (8, {"loss": {"chunked": True}}),
+    "loss.chunk_tokens": (2048, {"loss": {"chunked": True}}),
     "attention.kernel": ("math", {}),
     "adapter.lora_rank": (4, {}),
     "adapter.lora_dropout": (0.1, LORA),
