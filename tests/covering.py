@@ -1,6 +1,6 @@
 """Selections from large tables: ``make test`` runs a few values, and CI and ``make test-full`` run the others."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +36,13 @@ def few(values: Iterable[Any], count: int = 1) -> list[Any]:
             unpacked = value.values if has_marks else value if isinstance(value, tuple) else (value,)
             params.append(pytest.param(*unpacked, marks=pytest.mark.more, id=value.id if has_marks else None))
     return params
+
+
+def chosen(values: Iterable[str], names: Collection[str]) -> list[Any]:
+    """Return ``values`` as parameters. All values that are not in ``names`` are marked ``more``."""
+    values = list(values)
+    assert set(names) <= set(values)
+    return [pytest.param(value, marks=() if value in names else pytest.mark.more) for value in values]
 
 
 def _name(value: Any) -> str:

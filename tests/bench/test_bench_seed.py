@@ -46,6 +46,7 @@ def check_measured(line: dict[str, Any]) -> None:
     assert line["forecast_step_s"] > 0
 
 
+@pytest.mark.more
 def test_a_training_on_two_ranks_is_measured() -> None:
     [line] = lines_of("minigpt --size tiny --only zero2 --steps 2 --limit_train_batches 10")
     check_measured(line)

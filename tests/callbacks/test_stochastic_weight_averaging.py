@@ -16,6 +16,7 @@ import roomier
 from roomier.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from roomier.core.errors import DataError, RoomierError
 from roomier.trainer import Trainer
+from tests.covering import few
 from tests.ranks.pool import RankFailed
 
 Make = Callable[..., Trainer]
@@ -59,7 +60,7 @@ def lightning() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", few([True, False]))
 @pytest.mark.parametrize(
     "arguments",
     [{"swa_epoch_start": 0.5, "annealing_epochs": 2}, {"swa_epoch_start": 2, "annealing_strategy": "linear"}],

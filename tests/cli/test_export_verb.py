@@ -102,7 +102,7 @@ def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
     assert main(["export", str(run_folder), "--to", "lightning", str(tmp_path / "x.ckpt")]) == 2
 
 
-@pytest.mark.parametrize(("to", "suffix"), few([("onnx", ".onnx"), ("torch-export", ".pt2")]))
+@pytest.mark.parametrize(("to", "suffix"), few([("torch-export", ".pt2"), ("onnx", ".onnx")]))
 def test_inputs_have_the_format_of_plan(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, suffix: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from roomier.cli.main import main
+from tests.covering import few
 
 TOY = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
 GPT = ["--model", "gpt-nano", "--model.vocab_size", "65", "--seq_len", "16", "--batch_size", "2"]
@@ -256,18 +257,18 @@ def test_copy_of_the_weights_of_a_callback_is_counted(callback: str, capsys: pyt
     assert (plain, averaging) == (20, 40)
 
 
-def test_a_deepspeed_configuration_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", few(["--deepspeed", "--trainer.strategy", "--trainer.plan"]))
+def test_a_deepspeed_configuration_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
     path = tmp_path / "ds_config.json"
     settings = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
     path.write_text(json.dumps({"zero_optimization": settings, "bf16": {"enabled": True}, "train_batch_size": 32}))
     words = [*GPT, "--hardware", "a100-40gb:4"]
-    for option in ("--deepspeed", "--trainer.strategy", "--trainer.plan"):
-        assert main(["plan", *words, "--json", option, str(path)]) == 0
-        output = capsys.readouterr()
-        plan = json.loads(output.out)["chosen"]["plan"]
-        assert (plan["parallel"]["strategy"], plan["parallel"]["devices"]) == ("zero3", 4)
-        assert (plan["offload"]["optimizer_states"], plan["precision"]["mode"]) == ("cpu", "bf16-mixed")
-        assert "overlap_comm=True" in output.err
-        assert "use batch_size=8" in output.err
+    assert main(["plan", *words, "--json", option, str(path)]) == 0
+    output = capsys.readouterr()
+    plan = json.loads(output.out)["chosen"]["plan"]
+    assert (plan["parallel"]["strategy"], plan["parallel"]["devices"]) == ("zero3", 4)
+    assert (plan["offload"]["optimizer_states"], plan["precision"]["mode"]) == ("cpu", "bf16-mixed")
+    assert "overlap_comm=True" in output.err
+    assert "use batch_size=8" in output.err
     assert main(["plan", *words, "--deepspeed", str(path), "--trainer.strategy", str(path)]) == 2
     assert "cannot be combined with --deepspeed" in capsys.readouterr().err

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os, signal, sys, psutil, torch
 sys.modules["resource"] = None  # after psutil, which needs it on Linux
@@ -24,5 +26,6 @@ assert trainer.global_step == 2
 """
 
 
+@pytest.mark.more
 def test_training_without_the_signals_and_modules_that_windows_lacks(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True)

@@ -106,6 +106,7 @@ def test_worker_init_fn_reaches_the_users_dataset():
     assert samples(list(source(loader).start(0))) == list(range(1000, 1000 + NUM_SAMPLES))
 
 
+@pytest.mark.more
 def test_workers_that_are_spawned():
     loader = DataLoader(
         TensorDataset(torch.arange(6.0)), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="spawn"

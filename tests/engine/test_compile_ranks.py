@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import few
 from tests.parallel.parity import Setup, distance, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -34,7 +33,8 @@ def apart(setup: Setup, levers: list[dict[str, Any]], backend: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(("strategy", "recompute"), few([("ddp", ["full"]), ("zero3", ["selective"])]), ids=str)
+@pytest.mark.more
+@pytest.mark.parametrize(("strategy", "recompute"), [("ddp", ["full"]), ("zero3", ["selective"])], ids=str)
 def test_two_ranks(on_ranks: RankPool, strategy: str, recompute: list[str]) -> None:
     levers = [{"activation_checkpointing": each} for each in recompute]
     for found in on_ranks(2, apart, dataclasses.replace(SETUP, strategy=strategy), levers, "aot_eager"):

@@ -30,9 +30,10 @@ from tests.hugging_face.small import small
 from tests.ranks.pool import RankPool
 
 LAYOUTS = [
-    (2, ["zero3", "zero1", "ddp"]),
-    (3, ["zero2"]),
-    (4, ["hsdp"]),
+    (2, ["zero3"]),
+    pytest.param(2, ["zero1", "ddp"], marks=pytest.mark.more),
+    pytest.param(3, ["zero2"], marks=pytest.mark.more),
+    pytest.param(4, ["hsdp"], marks=pytest.mark.more),
     pytest.param(4, ["zero3"], marks=pytest.mark.slow),
 ]
 

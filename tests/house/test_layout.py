@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT, tree_of
+
 SOURCES = sorted(path for folder in ("src/roomier", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 TORCH_PRIVATE = {
     ROOT / "src" / "roomier" / name
@@ -35,7 +36,7 @@ def test_files_and_functions_stay_small() -> None:
         assert len(text.splitlines()) <= MAX_LINES_OF_A_FILE, f"{shown(path)} is too long: split it"
         long = [
             f"{shown(path)}:{node.lineno} {node.name}"
-            for node in ast.walk(ast.parse(text))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             and num_code_lines(node) > MAX_LINES_OF_A_FUNCTION
         ]
@@ -55,7 +56,7 @@ def test_names_of_files_and_folders_are_specific() -> None:
 
 def test_private_names_of_torch_are_used_in_four_files_only() -> None:
     for path in set(SOURCES) - TORCH_PRIVATE:
-        used = sorted(private_torch_names(ast.parse(path.read_text())))
+        used = sorted(private_torch_names(tree_of(path)))
         assert not used, f"{shown(path)} uses {used}: move them to core/torch_private.py"
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import roomier
+from tests.covering import few
+from tests.house.sources import ROOT, tree_of
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("src/roomier", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|:\w+:|https?://\S+", re.DOTALL)
@@ -43,7 +44,7 @@ HABITS: list[tuple[str, float, str]] = [
 def text_of_code(path: Path) -> Iterator[str]:
     """Yield the docstrings, the other strings that look like text, and the blocks of comments of a file."""
     source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(WORD.findall(node.value)) >= 5:
             yield node.value
     block: list[str] = []
@@ -75,7 +76,7 @@ def files_of(group: str) -> list[Path]:
     return [path for path in (ROOT / group).rglob("*.py") if path != Path(__file__)]
 
 
-@pytest.mark.parametrize("group", ["docs", "src", "benchmarks", "tests", "examples"])
+@pytest.mark.parametrize("group", few(["docs", "src", "benchmarks", "tests", "examples"], 2))
 def test_habits_are_rare(group: str) -> None:
     texts = [(path, piece) for path in files_of(group) for piece in text_of(path)]
     sentences = [(path, sentence) for path, piece in texts for sentence in SENTENCE_END.split(piece)]
@@ -94,7 +95,7 @@ def test_habits_are_rare(group: str) -> None:
 
 def methods_of_protocols() -> set[str]:
     """Return the names of the methods that a Protocol of roomier documents."""
-    classes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if is_protocol(node)]
+    classes = [node for path in SOURCES for node in ast.walk(tree_of(path)) if is_protocol(node)]
     return {each.name for node in classes for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
 
 
@@ -108,7 +109,7 @@ def public_symbols_without_docstring(path: Path, documented: set[str]) -> Iterat
     Overloads, methods of classes with bases and methods named in ``documented`` are exempt: an implementation has the
     contract of the base class or the Protocol.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     name = path.relative_to(ROOT).as_posix()
     if tree.body and ast.get_docstring(tree) is None:
         yield name

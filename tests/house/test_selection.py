@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.sources import tree_of
+
 TESTS = Path(__file__).parents[1]
 MARKS = ("pytest.mark.more", "pytest.mark.slow")
 FOLDERS = sorted({path.parent for path in TESTS.glob("*/test_*.py")} - {TESTS / "third_party"})
@@ -22,7 +24,7 @@ def is_marked(node: ast.stmt) -> bool:
 
 
 def is_in_make_test(path: Path) -> bool:
-    body = ast.parse(path.read_text()).body
+    body = tree_of(path).body
     if any(isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node) and is_marked(node) for node in body):
         return False
     functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

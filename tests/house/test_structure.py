@@ -25,12 +25,14 @@ from roomier.run.run import Run
 from roomier.run.saves import Saves
 from roomier.run.settled import Request, Settled, Start
 from roomier.trainer import Trainer
+from tests.house.sources import PACKAGE, trees
 from tests.ranks.pool import RankPool
 
-PACKAGE = Path(__file__).parents[2] / "src" / "roomier"
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-OUTSIDE_TRAINER = {name: tree for name, tree in TREES.items() if not name.startswith("trainer/")}
 NAMES_OF_THE_TRAINER = {"trainer", "_trainer"}
+
+
+def outside_trainer() -> dict[str, ast.Module]:
+    return {name: tree for name, tree in trees().items() if not name.startswith("trainer/")}
 
 
 def imports_trainer_for_types(tree: ast.Module) -> Iterator[int]:
@@ -115,17 +117,17 @@ def f():
 
 
 def test_only_the_package_imports_the_trainer_for_types() -> None:
-    assert {each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)} == {"__init__.py"}
+    assert {each.split(":")[0] for each in found(imports_trainer_for_types, outside_trainer())} == {"__init__.py"}
 
 
 def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:
-    assigned = [each for each in found(trainer_attributes_set, OUTSIDE_TRAINER) if not each.endswith(" should_stop")]
+    assigned = [each for each in found(trainer_attributes_set, outside_trainer()) if not each.endswith(" should_stop")]
     assert not assigned
 
 
 def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
     """Other imports are late because the imported module is slow to load, and a comment states this reason."""
-    late = found(imports_inside_functions, TREES)
+    late = found(imports_inside_functions, trees())
     assert [each for each in late if not has_reason(each)] == []
     assert len(late) <= 57
 
@@ -138,7 +140,7 @@ def test_no_circle_of_imports_exists_between_files() -> None:
 
 def test_a_class_name_has_one_meaning() -> None:
     files = defaultdict(list)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         if not file.startswith(("models/", "planner/")):
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
@@ -147,21 +149,21 @@ def test_a_class_name_has_one_meaning() -> None:
 
 
 def test_engine_rarely_compares_with_none() -> None:
-    compared = list(comparisons_with_none(TREES["engine/eager.py"]))
+    compared = list(comparisons_with_none(trees()["engine/eager.py"]))
     assert len(compared) <= 20
     techniques = {"runner", "parallel", "levers", "updates", "recompute", "output_layer", "scaler"}
     assert sum(name.rpartition(".")[2].lstrip("_") in techniques for name in compared) <= 2
 
 
 def test_build_file_contains_only_build() -> None:
-    functions = [node.name for node in ast.walk(TREES["engine/build.py"]) if isinstance(node, ast.FunctionDef)]
+    functions = [node.name for node in ast.walk(trees()["engine/build.py"]) if isinstance(node, ast.FunctionDef)]
     assert functions == ["build"]
     assert len((PACKAGE / "engine" / "build.py").read_text().splitlines()) <= 110
 
 
 def test_blocks_are_searched_in_few_places() -> None:
     """The engine searches the blocks for all techniques, and the planner searches the blocks of each shape copy."""
-    calls = {name: sum(1 for _ in calls_of("find_blocks", tree)) for name, tree in TREES.items()}
+    calls = {name: sum(1 for _ in calls_of("find_blocks", tree)) for name, tree in trees().items()}
     assert {name: number for name, number in calls.items() if number} == {
         "checkpoint/module.py": 1,
         "engine/facts.py": 1,
@@ -230,7 +232,7 @@ def names_of(lever: Lever) -> set[str]:
     names |= {name for name in properties if [each for each in LEVERS if getattr(each, name)] == [lever]}
     functions = [
         node
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if file.startswith("plan/")
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and len(node.body) <= 3 and "PlanError" not in names_in(node)
@@ -248,7 +250,7 @@ def test_derived_names_of_a_lever_are_found() -> None:
 @pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: lever.keyword)
 def test_few_files_name_a_lever(lever: Lever) -> None:
     word = re.compile(rf"\b({'|'.join(names_of(lever))})\b")
-    files = [file for file in TREES if word.search((PACKAGE / file).read_text())]
+    files = [file for file in trees() if word.search((PACKAGE / file).read_text())]
     assert len(files) <= NUM_FILES_OF_LEVERS[lever.keyword], files
 
 

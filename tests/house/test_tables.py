@@ -2,12 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 from roomier.plan.choices import CHOICES
 from roomier.plan.levers import LEVERS
+from tests.house.sources import PACKAGE, tree_of
 
-ROOT = Path(__file__).parents[2] / "src" / "roomier"
 FAMILIES = {
     "optimizers": set(CHOICES["optimizer.name"]),
     "strategies": set(CHOICES["parallel.strategy"]) - {"auto"},
@@ -41,15 +40,15 @@ def members_listed(node: ast.AST) -> tuple[set[str], int]:
 
 def incomplete_tables() -> Iterator[tuple[str, str, str]]:
     """Yield file, enclosing statement or function, and missing members of each incomplete table."""
-    for path in sorted(ROOT.rglob("*.py")):
-        for statement in ast.parse(path.read_text()).body:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for statement in tree_of(path).body:
             target = getattr(statement, "target", None) or getattr(statement, "targets", [None])[0]
             name = getattr(statement, "name", None) or getattr(target, "id", "")
             for node in ast.walk(statement):
                 words, least = members_listed(node)
                 for family, members in FAMILIES.items():
                     if least and len(words & members) >= min(least, len(members)) and not members <= words:
-                        yield str(path.relative_to(ROOT)), name, f"{family} {sorted(members - words)}"
+                        yield str(path.relative_to(PACKAGE)), name, f"{family} {sorted(members - words)}"
 
 
 def test_tables_over_optimizers_strategies_tiers_and_levers_are_complete() -> None:

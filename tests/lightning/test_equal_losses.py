@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import roomier
 from roomier import Trainer
+from tests.covering import chosen
 from tests.lightning import modules
 from tests.lightning.both import Seen, quiet_lightning, run_under
 from tests.lightning.modules import in_order, pl, shuffled
@@ -89,7 +90,26 @@ SLOW = {  # each is similar to another case
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+IN_MAKE_TEST = {
+    "dropout and shuffled data",
+    "a generative adversarial network",
+    "several schedulers",
+    "torchmetrics",
+    "accumulation",
+    "clipping by value",
+    "warm-up in optimizer_step",
+    "LBFGS",
+    "some steps return None",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *chosen([name for name in CASES if name not in SLOW], IN_MAKE_TEST),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name in SLOW),
+    ],
+)
 def test_losses_metrics_and_weights_are_equal(tmp_path, name):
     case = CASES[name]
     runs = [

@@ -152,16 +152,19 @@ class StopsEarly(Regression):
 
 @pytest.mark.parametrize(
     ("saves", "keywords"),
-    [
-        ({"monitor": "val_loss"}, {}),
-        ({"monitor": "val_loss", "save_on_train_epoch_end": False}, {}),
-        ({"monitor": "val_loss", "mode": "max", "save_top_k": 2}, {}),
-        ({"monitor": "val_loss"}, {"check_val_every_n_epoch": 2}),
-        ({"monitor": "val_loss"}, {"val_check_interval": 4}),
-        ({"monitor": "val_loss"}, {"min_epochs": 2}),
-        ({"monitor": "val_loss"}, {"limit_val_batches": 2, "val_check_interval": 0.3}),
-        ({}, {}),
-    ],
+    few(
+        [
+            ({"monitor": "val_loss", "mode": "max", "save_top_k": 2}, {}),
+            ({"monitor": "val_loss"}, {"limit_val_batches": 2, "val_check_interval": 0.3}),
+            ({"monitor": "val_loss"}, {"check_val_every_n_epoch": 2}),
+            ({"monitor": "val_loss"}, {}),
+            ({"monitor": "val_loss", "save_on_train_epoch_end": False}, {}),
+            ({"monitor": "val_loss"}, {"val_check_interval": 4}),
+            ({"monitor": "val_loss"}, {"min_epochs": 2}),
+            ({}, {}),
+        ],
+        3,
+    ),
 )
 def test_a_run_that_stops_within_an_epoch_validates_and_saves(
     saves: dict[str, Any], keywords: dict[str, Any], tmp_path: Path

@@ -57,6 +57,6 @@ def test_in_float32_the_peak_is_one_chunk_for_each_vocabulary() -> None:
 
 def test_in_bf16_the_peak_is_one_chunk_in_two_dtypes_and_the_weight_in_bf16() -> None:
     """In addition, one chunk's contribution to the gradient of the weight exists in bf16."""
-    peaks = [peak_beside_model(each, chunked=True, precision="bf16-mixed") for each in VOCABULARIES]
-    fixed = [peak - 2 * 2 * WIDTH * vocabulary for peak, vocabulary in zip(peaks, VOCABULARIES, strict=True)]
+    peaks = [peak_beside_model(each, chunked=True, precision="bf16-mixed") for each in VOCABULARIES[::2]]
+    fixed = [peak - 2 * 2 * WIDTH * vocabulary for peak, vocabulary in zip(peaks, VOCABULARIES[::2], strict=True)]
     assert max(fixed) < 2 * CHUNK_BYTES

@@ -103,8 +103,8 @@ def last(losses: list[float]) -> float:
 
 @pytest.mark.parametrize(("strategy", "precision"), few([("ddp", "32-true"), ("zero1", "bf16-mixed")]))
 def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision: str) -> None:
-    plain = ("ddp", {"name": "adamw"}, 100, 32, precision)
-    frozen = (strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)
+    plain = ("ddp", {"name": "adamw"}, 80, 32, precision)
+    frozen = (strategy, {"name": "onebit_adam", "freeze_step": 40}, 80, 32, precision)
     [adamw, *_], [onebit, *_] = on_ranks.each(2, learn, [plain, frozen])
     # Until the second moment is frozen, both optimizers compute the same losses. bf16 amplifies differences in the
     # order of sums.

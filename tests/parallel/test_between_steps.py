@@ -89,7 +89,7 @@ def losses_on_rank(*args: Any) -> list[float]:
     return losses(*args, rank=torch.distributed.get_rank())
 
 
-@pytest.mark.parametrize("strategy", few(SHARDED, 2))
+@pytest.mark.parametrize("strategy", few(SHARDED))
 def test_gradients_and_parameters_between_backward_and_update(on_ranks: RankPool, strategy: str) -> None:
     cases = [(torch.optim.SGD, False), (FillsWithZeros, False), (StepsInBackward, False), (torch.optim.SGD, True)]
     calls = [(strategy, optimizer, runs_block, 2) for optimizer, runs_block in cases]

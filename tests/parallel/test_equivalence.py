@@ -55,7 +55,7 @@ def each_example(count: int) -> settings:
     )
 
 
-@each_example(6)
+@each_example(4)
 @given(task=TASKS, setup=SETUPS)
 def test_any_layout_matches_one_process(on_ranks: RankPool, task: type[Language], setup: Setup) -> None:
     check(on_ranks, task, setup)
@@ -80,7 +80,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
+@pytest.mark.parametrize(("layout", "precision"), few(covering(COVERING, ["32-true", "bf16-mixed"]), 5))
 def test_each_strategy_matches_one_process(
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:

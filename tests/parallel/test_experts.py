@@ -87,7 +87,7 @@ HSDP = {"strategy": "hsdp", "shard_size": 2}
 
 
 def setup_of(num_ranks: int, **changes: Any) -> Setup:
-    plain = Setup("ddp", num_ranks, accumulate=2, micro_batch=1, precision="64-true", clip=0.1, num_steps=20)
+    plain = Setup("ddp", num_ranks, accumulate=2, micro_batch=1, precision="64-true", clip=0.1, num_steps=12)
     return replace(plain, options=OPTION, **changes)
 
 
@@ -100,8 +100,14 @@ def check_experts(on_ranks: RankPool, calls: list[tuple[type[Routed], Setup]]) -
 
 
 def test_experts_train_as_in_one_process(on_ranks: RankPool) -> None:
-    of_units = [(Routed, setup_of(2, strategy=each)) for each in STRATEGIES]
-    check_experts(on_ranks, [*of_units, *((RoutedInLayers, setup_of(2, strategy=each)) for each in ("zero2", "zero3"))])
+    of_units = [(Routed, setup_of(2, strategy=each)) for each in ("ddp", "zero3")]
+    check_experts(on_ranks, [*of_units, (RoutedInLayers, setup_of(2, strategy="zero2"))])
+
+
+@pytest.mark.more
+def test_experts_with_other_strategies(on_ranks: RankPool) -> None:
+    of_units = [(Routed, setup_of(2, strategy=each)) for each in ("zero1", "zero2")]
+    check_experts(on_ranks, [*of_units, (RoutedInLayers, setup_of(2, strategy="zero3"))])
 
 
 @pytest.mark.more

@@ -40,6 +40,7 @@ def two_fits() -> list[dict[str, Tensor]]:
     return weights
 
 
+@pytest.mark.more
 def test_ranks_agree_on_the_groups_after_a_dry_run_on_one_rank(on_ranks: RankPool) -> None:
     for first, second in on_ranks(4, two_fits, timeout_s=90):
         assert all(torch.equal(weight, second[name]) for name, weight in first.items())

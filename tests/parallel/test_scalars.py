@@ -119,7 +119,7 @@ def check(on_ranks: RankPool, cases: list[tuple[type[Task], Setup]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks", "shard_size"), few([("zero1", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)], 2)
+    ("strategy", "num_ranks", "shard_size"), few([("zero3", 2, None), ("zero1", 2, None), ("hsdp", 4, 2)])
 )
 def test_scalar_parameters_match_one_process(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None

@@ -281,7 +281,7 @@ def check_structures(on_ranks: RankPool, tasks: list[type[Task]], strategy: str,
         assert max(apart.losses, apart.norms, apart.weights) < 1e-5, (task.__name__, apart)
 
 
-@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
+@pytest.mark.parametrize("strategy", few(STRATEGIES))
 def test_structures_match_one_process(on_ranks: RankPool, strategy: str) -> None:
     """Each structure trains under two strategies."""
     chosen = covering(TASKS, STRATEGIES, per_row=2)

@@ -59,6 +59,7 @@ def test_the_forecast_of_a_budget_is_between_full_and_no_recomputation() -> None
         run_of(plan_of(policy="budget", budget_bytes=2**20))
 
 
+@pytest.mark.more
 def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     plan = plan_of(policy="budget", budget_fraction=0.25)
     found = confirm(workload(), plan, machine("cpu"))

@@ -63,6 +63,7 @@ def test_sharding_halves_the_memory_of_the_transformer() -> None:
     assert larger < whole
 
 
+@pytest.mark.more
 def test_forecasts_of_the_hugging_face_table_are_near_the_published_values() -> None:
     rows = [forecast(each.what) for each in published() if each.what.startswith("BERT")]
     assert len(rows) == 9

@@ -130,6 +130,7 @@ def test_candidates_with_few_buffers_are_a_last_resort() -> None:
     assert all(each.parallel.communication == "sequential" or tiers_of(each)[0] == "disk" for each in plans)
 
 
+@pytest.mark.more
 def test_sequential_communication_is_chosen_before_a_disk() -> None:
     two_ranks, plan = machine(devices=2), auto(devices=2)
     prices = prices_of(language(1), two_ranks)

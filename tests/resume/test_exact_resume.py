@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from roomier import Module
+from tests.covering import chosen
 
 Make = Callable[..., Any]
 
@@ -244,7 +245,22 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+IN_MAKE_TEST = {
+    "again and again",
+    "validation counted across epochs",
+    "accumulation: 3 steps an epoch, the last of 3 batches",
+    "plateau of the validation loss",
+    "16-mixed with skipped steps",
+    "manual optimization of two optimizers",
+    "torchmetrics over an epoch",
+    "an iterable that is replayed",
+    "a loader that saves its position",
+    "a custom batch sampler",
+    "workers",
+}
+
+
+@pytest.mark.parametrize("name", chosen(SITUATIONS, IN_MAKE_TEST))
 def test_stopped_and_resumed_run_is_equal_to_an_uninterrupted_run(
     name: str, runs: Any, net: Any, noisy: Any, val_batches: Make
 ) -> None:

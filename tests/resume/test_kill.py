@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("trained_and_killed.py")
     ("num_kills", "update"),
     few(
         [
-            (4, "speculative"),
+            (3, "speculative"),
             (8, "none"),
             *(
                 pytest.param(30, update, marks=pytest.mark.slow)

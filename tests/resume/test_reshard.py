@@ -63,7 +63,7 @@ def check(first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankP
     assert ended["train_loss"][0] == pytest.approx(undisturbed["train_loss"][0], rel=1e-5), "sums over a resume"
 
 
-@pytest.mark.parametrize(("first", "second"), few(COVERING, 3), ids=str)
+@pytest.mark.parametrize(("first", "second"), few(COVERING, 2), ids=str)
 def test_resume_with_another_layout(
     first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, tmp_path: Path
 ) -> None:

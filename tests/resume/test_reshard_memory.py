@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from roomier import Module, Trainer
 from roomier.core.device.rng import seed_everything
 from roomier.core.host_memory import give_back_freed
+from tests.covering import few
 from tests.ranks.pool import RankPool
 
 MIB = 2**20
@@ -101,7 +102,7 @@ def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: folder / "saved" for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("of", ["single", "zero3"])
+@pytest.mark.parametrize("of", few(["zero3", "single"]))
 def test_two_ranks_read_only_their_shards(of: str, saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path) -> None:
     for measured in on_ranks(2, train, tmp_path, "zero3", 2, 2, saved[of]):
         # The weights are already allocated. In addition to the states, reading requires a small buffer.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from roomier import Callback, Trainer
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
-from tests.covering import covering
+from tests.covering import chosen, covering, few
 
 Make = Callable[..., Any]
 
@@ -95,7 +95,18 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+IN_MAKE_TEST = {
+    "within a step",
+    "in the smaller last accumulation",
+    "at the end of a validation within an epoch",
+    "in the validation of the last epoch's end",
+    "at the end of an epoch",
+    "while callbacks save",
+    "without a length, in the validation at the end",
+}
+
+
+@pytest.mark.parametrize("name", chosen(MOMENTS, IN_MAKE_TEST))
 def test_the_resumed_run_is_equal_to_the_undisturbed_run(
     name: str, runs: Any, net: Any, shuffled: Make, val_batches: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +162,7 @@ class SenderToAll(Sender):
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    covering([("on_before_backward", 2), ("on_validation_batch_start", 3)], [signal.SIGTERM, signal.SIGINT]),
+    few(covering([("on_before_backward", 2), ("on_validation_batch_start", 3)], [signal.SIGTERM, signal.SIGINT])),
 )
 def test_workers_ignore_a_signal_to_all_processes_of_the_job(
     moment: tuple[str, int], number: signal.Signals, runs: Any, net: Any, noisy: Any

@@ -20,6 +20,7 @@ from roomier.techniques.tiers.disk import DiskTier
 from roomier.techniques.tiers.host import HostTier
 from roomier.techniques.tiers.scratch import Scratch
 from roomier.techniques.tiers.tier import Tier
+from tests.covering import few
 
 SIZES = [5000, 5000, 4096, 4096, 0, 1, 70_000]
 LARGE = 6  # the record that is larger than twice the median
@@ -111,7 +112,7 @@ names = st.sampled_from(["expect", "take", "take", "take", "blank", "switch", "d
 calls = st.lists(st.tuples(names, st.integers(0, len(SIZES) - 1), st.integers(0, 100)), min_size=20, max_size=80)
 
 
-@pytest.mark.parametrize("kind", ["host", "disk", "disk with one large buffer", "disk without reading ahead"])
+@pytest.mark.parametrize("kind", few(["disk", "host", "disk with one large buffer", "disk without reading ahead"], 2))
 @given(calls=calls, num_buffers=st.integers(1, 4))
 def test_records_have_the_content_of_a_dict(
     kind: str, scratch: Scratch, calls: list[tuple[str, int, int]], num_buffers: int

@@ -91,15 +91,14 @@ def read_by(on_ranks: Any, size: int, *args: Any) -> tuple[dict[int, list[int]],
     ("kind", "before", "after"),
     few(
         [
+            ("shuffled", (2, "zero3"), (3, "zero1")),
             ("shuffled", (2, "zero2"), (4, "ddp")),
             ("shuffled", (2, "ddp"), (1, "single")),
-            ("shuffled", (2, "zero3"), (3, "zero1")),
             ("shuffled", (1, "single"), (2, "zero3")),
             ("list", (4, "zero2"), (3, "ddp")),
             ("workers", (2, "ddp"), (2, "ddp")),
             ("own sampler", (2, "ddp"), (4, "ddp")),
         ],
-        2,
     ),
 )
 def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path, kind: str, before: Any, after: Any):
