@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import overhead
 
-STEPS, REPEATS = 60, 1
+STEPS, REPEATS = 200, 1
 
 
 @pytest.fixture(scope="module")

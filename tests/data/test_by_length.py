@@ -13,6 +13,7 @@ from roomier.core.errors import DataError
 from roomier.data import LengthGroupedBatchSampler
 from roomier.data.position import POSITION_FORM
 from roomier.data.source import Source
+from tests.covering import few
 from tests.data.pretended import Pretended
 
 
@@ -91,7 +92,7 @@ def rest_of(source: Source, epoch: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", few([2, 4]))
 def test_ranks_read_batches_of_similar_length_in_each_step(size: int) -> None:
     lengths = lengths_of(4003)
     dropped = []

@@ -115,7 +115,7 @@ def samples_of(name: str, training: bool) -> list[int] | str:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", few(HIDDEN, 2))
+@pytest.mark.parametrize("name", few(HIDDEN))
 def test_different_first_batches_are_rejected_on_all_ranks(on_ranks: RankPool, name: str, training: bool) -> None:
     for text in on_ranks(2, samples_of, name, training):
         assert isinstance(text, str)

@@ -20,6 +20,7 @@ from roomier.core.world import World
 from roomier.data import OrderedSampler
 from roomier.data.divided import share_of
 from roomier.data.source import Source
+from tests.covering import few
 from tests.data.pretended import Pretended
 
 NUM_SAMPLES = 48
@@ -114,7 +115,7 @@ def sources(kind: str, size: int) -> list[Source]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", few([4, 1, 2]))
 def test_every_sample_goes_to_one_rank(kind: str, size: int):
     for epoch in range(2):
         of_ranks = [list(each.start(epoch)) for each in sources(kind, size)]
@@ -123,7 +124,7 @@ def test_every_sample_goes_to_one_rank(kind: str, size: int):
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize(("size", "num_ranks_after"), [(1, 2), (2, 4), (2, 1), (2, 3), (4, 2), (2, 2)])
+@pytest.mark.parametrize(("size", "num_ranks_after"), few([(2, 3), (4, 2), (1, 2), (2, 4), (2, 1), (2, 2)], 2))
 def test_resume_on_another_number_of_ranks(kind: str, size: int, num_ranks_after: int):
     read: list[int] = []
     states = []

@@ -64,8 +64,8 @@ def source(loader: Any, rank: int, size: int, ranks: Ranks | None = None) -> Sou
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("limit", [float("inf"), 5])
+@pytest.mark.parametrize("size", few([2, 1, 4]))
+@pytest.mark.parametrize("limit", few([5, float("inf")]))
 def test_each_batch_counts_once(kind: str, size: int, limit: float):
     for length in range(1, 10):
         of_ranks = [list(source(LOADERS[kind](length), rank, size).turns(limit)) for rank in range(size)]

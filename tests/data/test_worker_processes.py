@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import roomier
 from roomier.core.errors import DataError
 from roomier.data import CombinedLoader
+from tests.covering import few
 
 
 class Samples(Dataset):
@@ -114,7 +115,7 @@ FITS = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("make_loader", "limits", "in_step", "error"), [pytest.param(*row, id=name) for name, row in FITS.items()]
+    ("make_loader", "limits", "in_step", "error"), few([pytest.param(*row, id=name) for name, row in FITS.items()], 4)
 )
 def test_no_worker_remains_after_a_fit(make_loader, limits, in_step, error, make_trainer):
     before = running()
