@@ -36,6 +36,7 @@ def test_every_synchronization_of_roomier_has_one_row() -> None:
     assert sorted(rows) == sorted(mutants.of_roomier())
 
 
+@pytest.mark.more
 @is_described
 def test_every_synchronization_of_torch_has_one_row() -> None:
     tables = (torch_mutants.DETECTED, torch_mutants.EQUIVALENT, torch_mutants.UNUSED, torch_mutants.OF_THE_HOST)
