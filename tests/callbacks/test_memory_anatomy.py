@@ -178,16 +178,6 @@ def test_step_in_which_a_budget_measures_is_rejected(fit: Callable[..., Trainer]
         fit(MemoryAnatomy(at_step=step), activation_checkpointing=0.5)
 
 
-def test_tracking_does_not_change_training(fit: Callable[..., Trainer]) -> None:
-    weights = []
-    for callbacks in ([], [MemoryAnatomy(at_step=2)], [MemoryAnatomy(at_step=3, every_n_steps=2)]):
-        module = Language()
-        fit(*callbacks, module=module, max_steps=6, gradient_clip_val=0.5)
-        weights.append(nn.utils.parameters_to_vector(module.parameters()))
-    assert torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[0], weights[2])
-
-
 def test_memory_between_steps_is_excluded(make_trainer: Make) -> None:
     trainer = make_trainer(MemoryAnatomy(at_step=3), optimizer="sgd", max_steps=4, logger=False, val_check_interval=1)
     trainer.fit(Language(), [BATCH] * 4, [BATCH])
@@ -208,20 +198,6 @@ def test_other_steps_are_not_tracked(fit: Callable[..., Trainer]) -> None:
     fit(MemoryAnatomy(at_step=3), Watching(), max_steps=6)
     # the previous step identifies the kinds of the tensors
     assert seen == [(False, 0), (True, 1), (True, 1), (False, 0), (False, 0), (False, 0)]
-
-
-def test_error_in_the_tracked_step_stops_the_tracking(fit: Callable[..., Trainer]) -> None:
-    class Failing(Language):
-        def training_step(self, batch: Any) -> torch.Tensor:
-            if self.global_step == 1:
-                raise KeyError("mine")
-            return super().training_step(batch)
-
-    with pytest.raises(KeyError, match="mine"):
-        fit(MemoryAnatomy(), module=Failing())
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    assert _get_current_dispatch_mode() is None
 
 
 def test_anatomy_is_printed_and_logged(

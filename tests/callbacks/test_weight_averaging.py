@@ -14,6 +14,7 @@ from roomier.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, Wei
 from roomier.core.errors import RoomierError
 from roomier.techniques.optim.averaging import WeightAverage, average_into
 from roomier.trainer import Trainer
+from tests.callbacks.test_finetuning import StopsAt
 
 Make = Callable[..., Trainer]
 
@@ -45,14 +46,6 @@ class Net(roomier.Module):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = trainer.global_step == self.step
 
 
 def data() -> list[Tensor]:
