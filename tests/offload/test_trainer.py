@@ -91,10 +91,10 @@ def fit(folder: Path, mode: str | None, module: Language | None = None, **option
 
 
 @functools.cache
-def expected_with(hooks: tuple[str, ...]) -> Language:
+def expected_with(hooks: tuple[str, ...] = (), num_steps: int = 12) -> Language:
     """Return the module of a run without offload."""
     with tempfile.TemporaryDirectory() as folder:
-        return fit(Path(folder), None, Language(hooks))
+        return fit(Path(folder), None, Language(hooks), max_steps=num_steps, limit_train_batches=num_steps)
 
 
 def check_same(found: nn.Module, expected: nn.Module) -> None:
@@ -104,8 +104,8 @@ def check_same(found: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("mode", few(MODES, 2))
 def test_hooks_see_complete_updates(mode: str, tmp_path: Path) -> None:
     for hooks in [(), *((each,) for each in HOOKS)]:
-        expected = expected_with(hooks)
-        found = fit(tmp_path / "tier", mode, Language(hooks))
+        expected = expected_with(hooks, 6)
+        found = fit(tmp_path / "tier", mode, Language(hooks), max_steps=6, limit_train_batches=6)
         check_same(found, expected)
         assert found.seen == expected.seen, hooks
         assert bool(found.seen) == bool(hooks)
@@ -113,7 +113,7 @@ def test_hooks_see_complete_updates(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", few(MODES, 2))
 def test_resuming_is_exact_on_every_tier(mode: str, tmp_path: Path) -> None:
-    expected = expected_with(())
+    expected = expected_with()
     saved = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
     check_same(fit(tmp_path / "tier", mode, callbacks=[saved]), expected)
     others: list[str | None] = [None, *MODES]
