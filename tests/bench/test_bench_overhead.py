@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import overhead
 
+pytestmark = pytest.mark.more
 STEPS, REPEATS = 200, 1
 
 

@@ -135,6 +135,7 @@ def test_the_command_line_of_mingpt_is_accepted() -> None:
     assert [line["configuration"] for line in result["lines"]] == ["zero3, offload", "zero3, offload, recompute"]
 
 
+@pytest.mark.more
 def test_a_model_that_does_not_fit_is_not_run() -> None:
     words = "minigpt --n_layer 96 --n_head 96 --n_embd 12288 --only ddp --accelerator cpu"
     result = case.measure(options_of(words))

@@ -30,6 +30,7 @@ is_described = pytest.mark.skipif(
 )
 
 
+@pytest.mark.more
 def test_every_synchronization_of_roomier_has_one_row() -> None:
     """A new synchronization requires a program that fails without it, or a proof that the call is not necessary."""
     rows = [*mutants.DETECTED, *mutants.EQUIVALENT, *mutants.OF_THE_HOST]

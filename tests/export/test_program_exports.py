@@ -148,6 +148,7 @@ def test_fixed_batch_size(tmp_path: Path) -> None:
     assert torch.equal(torch.export.load(tmp_path / "x.pt2").module()(X), X + 1)
 
 
+@pytest.mark.more
 def test_onnx_file_returns_the_outputs_of_the_module_for_any_batch_size(tmp_path: Path) -> None:
     import onnxruntime
 

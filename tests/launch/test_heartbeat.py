@@ -115,6 +115,7 @@ def test_the_error_refers_only_to_printed_stacks() -> None:
     assert "See the reported stack of rank 1. " in str(end_of([silent, behind], 90.0))
 
 
+@pytest.mark.more
 def test_the_other_ranks_judge_rank_0_if_the_store_does_not_answer(
     start: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMET_LOGGING_CONSOLE", "ERROR")
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:comet_ml")
 def test_fit_and_resume_use_one_experiment(make_trainer, line, loader, tmp_path: Path) -> None:
     quiet = {"log_env_details": False, "log_git_metadata": False, "log_git_patch": False, "parse_args": False}

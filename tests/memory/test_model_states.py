@@ -129,7 +129,7 @@ def measured_and_formula(strategy: str, cases: list[Any]) -> list[dict[str, Any]
             ("zero3, sequential", 2),
             ("zero1, sequential", 3),
         ],
-        3,
+        2,
     ),
 )
 def test_formula_matches_the_measurement_on_each_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:

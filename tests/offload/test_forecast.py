@@ -127,7 +127,7 @@ def test_bytes_and_traffic_of_every_strategy(on_ranks: RankPool, updates: dict[s
 
 @pytest.mark.parametrize(
     "settings",
-    few([{"parameters": "disk"}, {"share": 0.5}, {"update": "deferred"}, {"parameters": "disk", "update": "plain"}], 2),
+    few([{"parameters": "disk"}, {"share": 0.5}, {"update": "deferred"}, {"parameters": "disk", "update": "plain"}]),
     ids=str,
 )
 def test_the_forecast_of_a_run_is_measured(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ SELECTED = 3  # combinations of each strategy that are not slow
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
+@pytest.mark.parametrize("strategy", few(STRATEGIES))
 def test_every_strategy_computes_the_same_bits(on_ranks: RankPool, strategy: str, every: bool) -> None:
     cases = cases_of(strategy)
     random.Random(strategy).shuffle(cases)  # so that a selection contains all values

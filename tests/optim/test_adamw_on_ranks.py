@@ -172,6 +172,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     few(

@@ -93,6 +93,7 @@ def test_every_mode_equals_the_algorithm(options: dict[str, Any]) -> None:
     check_same(fit(1, options))
 
 
+@pytest.mark.more
 def test_shards_count_the_elements_of_the_parameter(on_ranks: RankPool) -> None:
     options: list[dict[str, Any]] = [{"strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
     options += [

@@ -222,7 +222,8 @@ def fit(
     return {name: each.detach().clone() for name, each in module.named_parameters()}, optimizer.bytes_sent
 
 
-@pytest.mark.parametrize(("strategy", "stops"), few([("ddp", [10]), ("zero1", [4, 10])]))
+@pytest.mark.more
+@pytest.mark.parametrize(("strategy", "stops"), [("ddp", [10]), ("zero1", [4, 10])])
 def test_a_resumed_run_equals_an_uninterrupted_run(
     on_ranks: RankPool, tmp_path: Path, strategy: str, stops: list[int]
 ) -> None:

@@ -314,6 +314,11 @@ def one_rank(compared: Compared, kind: Kind) -> str:
 ON_ONE_RANK = [name for name, compared in TABLE.items() if compared.num_ranks == 1 and compared is not DEFAULT]
 
 
+# tests/optim also compares the optimizers with plain PyTorch.
+OTHERS = {"optimizer.name=adamw", "optimizer.name=muon", "optimizer.name=adamw8bit"}
+MARKS |= {name: [pytest.mark.more] for name in ON_ONE_RANK if name.startswith("optimizer.name=") and name not in OTHERS}
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ON_ONE_RANK])
 def test_a_choice_on_one_rank(name: str) -> None:
     compared = TABLE[name]

@@ -106,7 +106,7 @@ os.kill(os.getpid(), signal.{signal})
 """
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGUSR1"])
+@pytest.mark.parametrize("name", few(["SIGKILL", "SIGUSR1"]))
 def test_files_of_killed_runs_are_removed_by_the_next_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +125,7 @@ import sys, threading, torch
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import Scratch
 from roomier.techniques.tiers.transfers import FileTransfer
+from tests.covering import few
 
 def compute():
     started.set()

@@ -116,8 +116,7 @@ def test_changes_before_clipping_in_each_mode(mode: dict[str, Any], clip: dict[s
             {"strategy": "zero3"},
             {"strategy": "zero2", "offload": {"optimizer_states": "disk", "update": "speculative"}},
             {"strategy": "zero3", "offload": {"optimizer_states": "disk", "parameters": "disk"}},
-        ],
-        2,
+        ]
     ),
     ids=str,
 )
