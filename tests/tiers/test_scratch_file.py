@@ -24,6 +24,7 @@ from roomier.techniques.tiers import scratch as scratches
 from roomier.techniques.tiers.disk import DiskTier
 from roomier.techniques.tiers.scratch import Scratch
 from roomier.techniques.tiers.transfers import FileTransfer
+from tests.covering import few
 
 NOT_A_FOLDER = {
     "missing": (lambda path: path / "missing", "does not exist"),
@@ -125,7 +126,6 @@ import sys, threading, torch
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import Scratch
 from roomier.techniques.tiers.transfers import FileTransfer
-from tests.covering import few
 
 def compute():
     started.set()
