@@ -34,7 +34,7 @@ def saved_by_lightning(folder: Path, num_epochs: int = 2, **arguments: Any) -> P
     return folder / "theirs.ckpt"
 
 
-@pytest.mark.parametrize("kind", ["each epoch", "each step", "sgd"])
+@pytest.mark.parametrize("kind", few(["each step", "each epoch", "sgd"]))
 def test_a_resumed_run_has_the_losses_of_lightning(
     tmp_path: Path, make_trainer: Callable[..., Trainer], kind: str
 ) -> None:

@@ -14,6 +14,7 @@ import roomier
 from roomier import RoomierError, Trainer
 from roomier.callbacks import ModelCheckpoint
 from roomier.cli.main import main
+from tests.covering import few
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import Regression, in_order, pl
 
@@ -51,7 +52,7 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", few([True, False]))
 @pytest.mark.parametrize("kind", [Wide, Own])
 def test_files_are_ranked_and_read_by_torch(kind: Any, is_async: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(

@@ -145,7 +145,7 @@ def test_evaluations_return_the_columns_of_the_loggers(tmp_path: Path) -> None:
     assert own[0][0].keys() == {"both_epoch", "epoch", "last"}
 
 
-@pytest.mark.parametrize("keywords", [{}, {"limit_val_batches": 0}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("keywords", few([{"accumulate_grad_batches": 2}, {}, {"limit_val_batches": 0}]), ids=str)
 def test_gradients_are_zeroed_once_per_step(keywords: dict[str, Any], tmp_path: Path) -> None:
     def run(kind: Any) -> Any:
         trainer = make_trainer(kind, tmp_path, max_epochs=2, **keywords)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roomier
 from roomier.callbacks import MemoryForecast
 from roomier.core.errors import RoomierError
+from tests.covering import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning")
 
@@ -59,7 +60,7 @@ def trainer(**keywords: Any) -> roomier.Trainer:
     return roomier.Trainer(strategy="auto", accelerator="cpu", max_steps=3, **quiet, **keywords)
 
 
-@pytest.mark.parametrize("kind", [Logs, StepsItself])
+@pytest.mark.parametrize("kind", few([Logs, StepsItself]))
 def test_forecast_of_a_lightning_module_equals_its_run(kind: type) -> None:
     forecast, model = MemoryForecast(), kind()
     trainer(callbacks=[forecast]).fit(model, loader())

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import roomier
 from roomier.core.errors import RoomierError
 from roomier.trainer.keywords.arguments import FORMER_ARGUMENTS, FORMER_KEYWORDS, HARMLESS_KEYWORDS
+from tests.covering import few
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
@@ -272,7 +273,7 @@ class Joined(Net):
         super().validation_step(next(iter(batch.values())), batch_idx)
 
 
-@pytest.mark.parametrize("limit", [None, 2, 0.5])
+@pytest.mark.parametrize("limit", few([0.5, None, 2]))
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
 def test_each_combined_loader_has_a_number_of_batches(tmp_path: Path, mode: Any, limit: Any) -> None:
     found = []

@@ -99,7 +99,7 @@ def largest_distance(module, other):
     ],
     ids=["no clip", "norm", "value"],
 )
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", few([3, 1]))
 def test_losses_and_weights_of_fifty_steps(make_trainer, rows, accumulate, clip, dropout):
     torch.manual_seed(1)
     module = TrainedTagger(dropout)
