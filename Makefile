@@ -16,7 +16,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-more test-full test-kernels gpu lint format clean
+.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -63,8 +63,12 @@ slurm:
 demo: install
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 
+# mypy uses one core for more than a minute, so the tests run at the same time.
+test: style
+	@$(MAKE) --no-print-directory --jobs 2 types test-main
+
 # The tests of third-party projects are all marked `more`, and their imports take seconds.
-test: lint
+test-main: install
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not more and not slow' --ignore=tests/third_party
 
 test-more: install
@@ -86,9 +90,13 @@ gpu: install
 	$(BIN)/python -m benchmarks gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
 	exit $$failed
 
-lint: install
+lint: style types
+
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
