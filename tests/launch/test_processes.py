@@ -1,7 +1,7 @@
 """Processes that a script or a launcher starts as ranks, and the way in which they end if one process fails.
 
-The fixtures run several programs at a time. ``test_meet.py`` and ``test_place.py``
-test parts of this behavior without processes.
+The fixture ``outcome_of`` runs several programs at a time. ``test_meet.py`` and ``test_place.py`` test parts of this
+behavior without processes.
 """
 
 import json
@@ -11,10 +11,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,62 +122,63 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 QUICK = ("well", "step raises 1", "step killed 1", "standard input")
 MORE = ("step raises 0", "step starves 1", "step vanishes 0", "command", "start leaves 1")
+SLOW = tuple(name for name in RUNS if name not in QUICK + MORE)
+
+# how a run that fails without a traceback ends: its exit code, the start of the last line, and another text
+KILLED = "roomier: rank 1 was terminated by SIGKILL (often because the"
+LEFT = "TrainingError: rank={}: exited with code 0 at step 1 of fit, but ranks [{}] did not exit"
+ENDS = {
+    "step killed 1": (128 + 9, KILLED, ""),
+    "step starves 1": (1, "roomier: rank 1 ended with exit code 1, so the run ended", "MemoryError"),
+    "step vanishes 0": (1, "", "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete"),
+    "step vanishes 1": (1, "roomier: rank 1 ended with exit code 0 at step 1 of fit, so the run ended", ""),
+    "step leaves 0": (1, "", LEFT.format(0, 1)),
+    "step leaves 1": (1, "", LEFT.format(1, 0)),
+    "step leaves badly 0": (7, "", ""),
+    "step leaves badly 1": (7, "", ""),
+    "start leaves 1": (1, "roomier: rank 1 ended with exit code 0 before all ranks had joined, so the run ended", ""),
+    "start killed 1": (128 + 9, "roomier: rank 1 was terminated by SIGKILL", ""),
+    "start sleeps 1": (1, "", "rank=1: of 2 ranks, these did not connect within 15 s: 1. Check the logs"),
+}
 
 
-def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
-    with ThreadPoolExecutor(3) as pool:
-        found = {name: pool.submit(run, folder / name.replace(" ", "-"), *RUNS[name]) for name in names}
-        return {name: each.result() for name, each in found.items()}
+def rows(names: Iterable[str]) -> list[Any]:
+    marks = dict.fromkeys(MORE, pytest.mark.more) | dict.fromkeys(SLOW, pytest.mark.slow)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), QUICK)
+def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Return the outcome of a program. The first call for a program runs three programs of its group at a time."""
+    done: dict[str, Outcome] = {}
+
+    def outcome(name: str) -> Outcome:
+        if name not in done:
+            folder = tmp_path_factory.mktemp("runs")
+            [group] = [group for group in (QUICK, MORE, SLOW) if name in group]
+            with ThreadPoolExecutor(3) as pool:
+                started = {each: pool.submit(run, folder / each.replace(" ", "-"), *RUNS[each]) for each in group}
+                done.update({each: future.result() for each, future in started.items()})
+        return done[name]
+
+    return outcome
 
 
-@pytest.fixture(scope="module")
-def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), MORE)
-
-
-@pytest.fixture(scope="module")
-def slow_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK - MORE)
-
-
-def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["well"]
+def test_a_script_starts_the_requested_ranks(outcome_of: Callable[[str], Outcome]) -> None:
+    outcome = outcome_of("well")
     assert outcome.code == 0, outcome.stderr
     assert outcome.ranks == [[0, 2, 0, 2, 0, 4], [1, 2, 1, 2, 0, 4]]
     assert outcome.stderr.count("\nstrategy ") == 1  # only one rank prints the table
     assert outcome.left == []
-
-
-def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
-    zero, one = outcomes["well"].sockets
+    zero, one = outcome.sockets
     listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
     assert listening == [2, 1]  # each rank listens for gloo, and rank 0 also for the store
     assert {address.removeprefix("::ffff:") for address, _, _ in zero + one} == {"127.0.0.1"}
 
 
-def test_only_the_traceback_of_the_failed_rank_is_printed(outcomes: dict[str, Outcome]) -> None:
-    check_failure("step raises 1", outcomes["step raises 1"])
-
-
-@pytest.mark.more
-def test_only_the_traceback_of_rank_0_is_printed(more_outcomes: dict[str, Outcome]) -> None:
-    check_failure("step raises 0", more_outcomes["step raises 0"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK + MORE])
-def test_only_one_traceback_of_several_or_late_failures_is_printed(
-    slow_outcomes: dict[str, Outcome], name: str
-) -> None:
-    check_failure(name, slow_outcomes[name])
-
-
-def check_failure(name: str, outcome: Outcome) -> None:
+@pytest.mark.parametrize("name", rows(name for name in RUNS if "raise" in name))
+def test_only_the_traceback_of_the_failed_rank_is_printed(outcome_of: Callable[[str], Outcome], name: str) -> None:
+    outcome = outcome_of(name)
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
@@ -188,85 +190,24 @@ def check_failure(name: str, outcome: Outcome) -> None:
         assert outcome.stderr.splitlines()[-1] == rank_ended
 
 
-def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["step killed 1"]
-    assert outcome.code == 128 + 9
+@pytest.mark.parametrize("name", rows(ENDS))
+def test_a_rank_that_ends_early_ends_the_run(outcome_of: Callable[[str], Outcome], name: str) -> None:
+    code, last_line, text = ENDS[name]
+    outcome = outcome_of(name)
+    check_end(outcome, code, last_line)
+    assert text in outcome.stderr
+    if "leaves" in name:
+        assert outcome.stderr.count("exited with code 0 at step") == text.count("exited with code 0 at step")
+    if name in ("step killed 1", "step vanishes 0"):
+        assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
+    assert name != "step killed 1" or "Traceback" not in outcome.stderr
+
+
+def check_end(outcome: Outcome, code: int, last_line: str) -> None:
+    assert outcome.code == code
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
-    assert "Traceback" not in outcome.stderr
-    assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
-    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL (often because the")
-
-
-@pytest.mark.more
-def test_a_rank_without_memory_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["step starves 1"]
-    assert outcome.code == 1
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    assert "MemoryError" in outcome.stderr
-    assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, so the run ended"
-
-
-@pytest.mark.more
-def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["step vanishes 0"]
-    assert outcome.code == 1
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    assert "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete" in outcome.stderr
-    assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
-
-
-@pytest.mark.more
-def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["start leaves 1"]
-    assert outcome.code == 1
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    assert outcome.stderr.splitlines()[-1] == (
-        "roomier: rank 1 ended with exit code 0 before all ranks had joined, so the run ended"
-    )
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(slow_outcomes: dict[str, Outcome]) -> None:
-    outcome = slow_outcomes["start killed 1"]
-    assert outcome.code == 128 + 9
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL")
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_with_code_0_in_a_step_is_reported(slow_outcomes: dict[str, Outcome]) -> None:
-    outcome = slow_outcomes["step vanishes 1"]
-    assert outcome.code == 1
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    assert outcome.stderr.splitlines()[-1] == (
-        "roomier: rank 1 ended with exit code 0 at step 1 of fit, so the run ended"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_single_rank_that_exits_with_code_0_is_reported(slow_outcomes: dict[str, Outcome], rank: int) -> None:
-    outcome = slow_outcomes[f"step leaves {rank}"]
-    assert outcome.code == 1
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    text = f"TrainingError: rank={rank}: exited with code 0 at step 1 of fit, but ranks [{1 - rank}] did not exit"
-    assert outcome.stderr.count(text) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_run_has_the_nonzero_exit_code_of_a_rank(slow_outcomes: dict[str, Outcome], rank: int) -> None:
-    outcome = slow_outcomes[f"step leaves badly {rank}"]
-    assert outcome.code == 7
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1].startswith(last_line)
 
 
 @pytest.fixture
@@ -294,40 +235,20 @@ def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
     tmp_path: Path, control_group: Path
 ) -> None:
     outcome = run(tmp_path / "notes", script("step out of memory", 1), {"CONTROL_GROUP": str(control_group)})
-    assert outcome.code == 128 + 9
-    assert outcome.seconds < SECONDS_TO_END
-    assert outcome.left == []
-    reason = "often because the machine ran out of memory"
-    assert outcome.stderr.splitlines()[-1] == f"roomier: rank 1 was terminated by SIGKILL ({reason}), so the run ended"
+    check_end(outcome, 128 + 9, f"{KILLED} machine ran out of memory), so the run ended")
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_join_is_reported(slow_outcomes: dict[str, Outcome]) -> None:
-    outcome = slow_outcomes["start sleeps 1"]
-    assert outcome.code == 1
-    assert "rank=1: of 2 ranks, these did not connect within 15 s: 1. Check the logs" in outcome.stderr
-    assert outcome.left == []
-
-
-@pytest.mark.more
-def test_the_command_starts_ranks_and_prints_its_result_once(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["command"]
+@pytest.mark.parametrize("name", rows(["command"]))
+def test_the_command_starts_ranks_and_prints_its_result_once(outcome_of: Callable[[str], Outcome], name: str) -> None:
+    outcome = outcome_of(name)
     assert outcome.code == 0, outcome.stderr
     [metrics] = json.loads(outcome.stdout)
     assert metrics["val_loss"] > 0
 
 
-def test_code_from_standard_input_is_rejected(outcomes: dict[str, Outcome]) -> None:
-    check_rejected(outcomes["standard input"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipe", "no script"])
-def test_code_without_a_script_is_rejected(slow_outcomes: dict[str, Outcome], name: str) -> None:
-    check_rejected(slow_outcomes[name])
-
-
-def check_rejected(outcome: Outcome) -> None:
+@pytest.mark.parametrize("name", rows(["standard input", "pipe", "no script"]))
+def test_code_without_a_script_is_rejected(outcome_of: Callable[[str], Outcome], name: str) -> None:
+    outcome = outcome_of(name)
     assert outcome.code == 1
     last = outcome.stderr.splitlines()[-1]
     assert "code from `python -c` or from standard input cannot be run again" in last
