@@ -136,6 +136,12 @@ def test_formula_matches_the_measurement_on_each_rank(on_ranks: RankPool, strate
     check_formula(on_ranks, strategy, num_ranks, CASES[1::2] if num_ranks == 2 else CASES[1:4:2])
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_formula_matches_the_measurement_of_the_other_cases(on_ranks: RankPool, strategy: str) -> None:
+    check_formula(on_ranks, strategy, 2, CASES[::2])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", *(f"{each}, sequential" for each in ("zero2", "hsdp"))]

@@ -55,7 +55,8 @@ def each_example(count: int) -> settings:
     )
 
 
-@each_example(3)
+@pytest.mark.more
+@each_example(6)
 @given(task=TASKS, setup=SETUPS)
 def test_any_layout_matches_one_process(on_ranks: RankPool, task: type[Language], setup: Setup) -> None:
     check(on_ranks, task, setup)
