@@ -265,7 +265,8 @@ def test_keep_can_change_between_steps() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("keep", few(Keep))
+@pytest.mark.more
+@pytest.mark.parametrize("keep", list(Keep))
 def test_saved_tensors_of_compiled_blocks_are_offloaded(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces without generating code
     plain, ours = Net(), Net()

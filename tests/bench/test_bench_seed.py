@@ -70,6 +70,7 @@ def test_every_model_trains_in_every_configuration(model: str) -> None:
         assert "recompute" in smallest or "zero3" in smallest
 
 
+@pytest.mark.more
 def test_forecast_of_the_seed_size_on_the_hardware_of_the_article() -> None:
     result = case.measure(options_of("mingpt --forecast a100-40gb:8"))
     by_name = {line["configuration"]: line for line in result["lines"]}

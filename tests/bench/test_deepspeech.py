@@ -100,6 +100,7 @@ def test_greedy_decoding_removes_repetitions_and_blanks() -> None:
     assert transcribe(F.one_hot(best, 6).float(), torch.tensor([8, 4])) == [[1, 1, 2, 3], [4, 5]]
 
 
+@pytest.mark.more
 def test_model_learns_to_transcribe() -> None:
     """Each letter is a tone in one band. Sequences have different lengths."""
     torch.manual_seed(0)

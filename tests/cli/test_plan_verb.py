@@ -70,6 +70,7 @@ def test_shapes_instead_of_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["plan"]["optimizer"]["name"] is None  # configure_optimizers creates one
 
 
+@pytest.mark.more
 def test_hugging_face_configuration_as_file_and_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = ["--batch_size", "2", "--seq_len", "8", *TWO]

@@ -107,6 +107,7 @@ def test_compiled_code_computes_the_same(make_trainer: Make, capsys: pytest.Capt
     assert not torch.equal(weights[True], weights_of(Tiny())), "it was trained"
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("only_traced")
 def test_training_and_evaluation_are_equal_to_an_uncompiled_run(make_trainer: Make) -> None:
     plain, compiled = fitted(make_trainer), fitted(make_trainer, compile=True)

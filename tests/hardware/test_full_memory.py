@@ -16,6 +16,7 @@ def test_measurements_use_a_quarter_of_the_available_memory(available, expected,
     assert measure._fitting(2**27, CPU) == expected
 
 
+@pytest.mark.more
 def test_a_product_that_does_not_fit_ends_the_measurement(monkeypatch):
     """The result is the rate of smaller matrix products. If no matrix product fits, the rate is unknown."""
     full, sizes = torch.full, []

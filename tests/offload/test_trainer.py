@@ -111,7 +111,7 @@ def test_hooks_see_complete_updates(mode: str, tmp_path: Path) -> None:
         assert bool(found.seen) == bool(hooks)
 
 
-@pytest.mark.parametrize("mode", few(MODES, 2))
+@pytest.mark.parametrize("mode", few(MODES))
 def test_resuming_is_exact_on_every_tier(mode: str, tmp_path: Path) -> None:
     expected = expected_with()
     saved = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)

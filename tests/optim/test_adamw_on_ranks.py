@@ -201,7 +201,7 @@ def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
         before = first
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), few(covering([("single", 1), ("zero3", 2)], NAMES), 2))
+@pytest.mark.parametrize(("layout", "optimizer"), few(covering([("single", 1), ("zero3", 2)], NAMES)))
 def test_a_stopped_run_resumes_bit_for_bit(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, layout: tuple[str, int]
 ) -> None:

@@ -197,7 +197,8 @@ def num_page_faults(strategy: str, num_ranks: int) -> float:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns freed memory at these thresholds")
-@pytest.mark.parametrize("strategy", few(SHARDED))
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_steps_reuse_the_memory_of_earlier_steps(on_ranks: RankPool, strategy: str) -> None:
     # The unsharded parameters have 6144 pages. If each step returned and cleared their memory, it would have more
     # page faults.

@@ -33,7 +33,7 @@ def gather_both() -> None:
         assert torch.equal(ours, torch.cat(theirs))
 
 
-@pytest.mark.parametrize("num_ranks", few([2, 3, 4], 2))
+@pytest.mark.parametrize("num_ranks", few([3, 2, 4]))
 def test_all_gather_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
     on_ranks(num_ranks, gather_both)
 
@@ -82,7 +82,7 @@ def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGro
     return result
 
 
-@pytest.mark.parametrize("num_ranks", few([2, 3, 4], 2))
+@pytest.mark.parametrize("num_ranks", few([3, 2, 4]))
 def test_reduce_scatter_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     on_ranks.each(num_ranks, reduce_both, list(itertools.product(dtypes, (False, True))))
@@ -168,7 +168,7 @@ def test_collectives_within_a_group_of_ranks(on_ranks: RankPool) -> None:
     assert [reduced for _, reduced in results] == [21.0, 41.0, 25.0, 45.0]
 
 
-@pytest.mark.parametrize(("num_ranks", "shards"), few([(2, [2]), (3, [3]), (4, [4, 1, 2])], 2))
+@pytest.mark.parametrize(("num_ranks", "shards"), few([(3, [3]), (2, [2]), (4, [4, 1, 2])]))
 def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, shards: list[int]) -> None:
     results = on_ranks.each(num_ranks, ranks_of_replica, [(num_ranks, num_shards) for num_shards in shards])
     for num_shards, replicas in zip(shards, results, strict=True):

@@ -34,7 +34,7 @@ def check(rows: list[dict[str, Any]]) -> None:
         assert row["error"] <= MOST, row
 
 
-@pytest.mark.parametrize("case", few(FEW, 2), ids=str)
+@pytest.mark.parametrize("case", few(FEW), ids=str)
 def test_the_forecast_on_two_ranks_equals_the_peak(on_ranks: RankPool, case: Case) -> None:
     check(on_ranks(2, rows_of, [case])[0])
 
