@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING
 from roomier.core.late_names import late_names
 
 if TYPE_CHECKING:
-    from roomier.train.tuner.batch_size import scale_batch_size
-    from roomier.train.tuner.curve import LearningRateCurve
-    from roomier.train.tuner.range_test import lr_find
-    from roomier.train.tuner.tuner import Tuner
+    from roomier.trainer.tuner.batch_size import scale_batch_size
+    from roomier.trainer.tuner.range_test import LearningRateCurve, lr_find
+    from roomier.trainer.tuner.tuner import Tuner
 else:  # imported when first used
     _HOMES = {
-        "LearningRateCurve": "curve",
+        "LearningRateCurve": "range_test",
         "Tuner": "tuner",
         "lr_find": "range_test",
         "scale_batch_size": "batch_size",
     }
-    __getattr__, __dir__ = late_names(__name__, _HOMES, "roomier.train.tuner")
+    __getattr__, __dir__ = late_names(__name__, _HOMES, "roomier.trainer.tuner")
 
 __all__ = ["LearningRateCurve", "Tuner", "lr_find", "scale_batch_size"]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import roomier
-from roomier.api.misspelled import FORMER, check_hook_names
+from roomier.api.overrides import FORMER, check_hook_names
 
 
 class Net(roomier.Module):

@@ -26,7 +26,7 @@ def test_a_star_import_imports_every_public_name() -> None:
 
 
 def test_importing_a_file_first_does_not_replace_a_function() -> None:
-    import roomier.train.tuner.range_test
+    import roomier.trainer.tuner.range_test
 
     assert callable(roomier.tuner.lr_find)
     assert roomier.tuner.range_test.lr_find is roomier.tuner.lr_find
@@ -49,7 +49,7 @@ def test_importing_the_trainer_does_not_import_rarely_used_modules() -> None:
         "rich",
         "roomier.callbacks.spike_guard",
         "roomier.callbacks.memory_anatomy",
-        "roomier.train.tuner.batch_size",
+        "roomier.trainer.tuner.batch_size",
     ]
     unneeded += [
         "torch.distributed.fsdp",

@@ -11,7 +11,7 @@ import os, signal, sys, psutil, torch
 sys.modules["resource"] = None  # after psutil, which needs it on Linux
 del signal.SIGUSR1, os.register_at_fork
 import roomier
-from roomier.plan.migrate import lightning_plugins
+from roomier.plan.migrate import lightning_strategies
 class Net(roomier.Module):
     def __init__(self):
         super().__init__()

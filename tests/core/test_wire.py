@@ -20,7 +20,7 @@ from roomier.core.wire import decode, encode
 from roomier.plan import plan_from_flags
 from roomier.plan.rules import CombinedPlanError
 from roomier.planner.measured.record import TrackedRank
-from roomier.run.logged.over_ranks import RankEntry
+from roomier.run.logged.entry import RankEntry
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 values = st.recursive(

@@ -34,7 +34,7 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.plan import ParallelPlan, plan_from_flags
-from roomier.run.vote import Vote
+from roomier.run.run import Vote
 from roomier.techniques.activation.copies import Copies, Offload
 from roomier.techniques.activation.disk_copies import DiskCopies
 from roomier.techniques.optim.adamw import StepValues

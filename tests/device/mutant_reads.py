@@ -31,8 +31,8 @@ from roomier.planner.fake import known_values, shapes
 from roomier.techniques.adapters.lora import apply_lora
 from roomier.train import evaluate
 from roomier.train.saving import save
-from roomier.trainer.lightning.predicted import PredictLoop
-from roomier.trainer.lightning.strategy import Strategy as LightningStrategy
+from roomier.trainer.lightning.views import PredictLoop
+from roomier.trainer.lightning.views import Strategy as LightningStrategy
 from tests.device.mutant_scenario import DEVICE, pending
 from tests.simulator import simulated
 

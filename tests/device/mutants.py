@@ -119,7 +119,7 @@ DETECTED: dict[str, str] = {
     "roomier.core.exchange:Exchange._swap | work.wait()": "exchange",
     "roomier.core.torch_offload:ShardGroup.before_unshard | "
     "stream.wait_stream(torch.accelerator.current_stream(group.device))": "shards",
-    "roomier.run.vote:Vote._arrived | work.wait()": "vote",
+    "roomier.run.run:Vote._arrived | work.wait()": "vote",
     "roomier.core.wire:_Encoder.node | value.detach().cpu()": "message",
     "roomier.data.choose:_process_changes | changes['pin_memory'] = True": "fit",
     "roomier.core.device.capability:_tried | torch.empty(1, pin_memory=True)": "capabilities",
@@ -178,8 +178,8 @@ DETECTED: dict[str, str] = {
     "roomier.train.evaluate:take_statistics_of_rank_zero | each.cpu()": "evaluated buffers",
     "roomier.train.evaluate:on_host | tensor.cpu()": "streamed predictions",
     "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",
-    "roomier.trainer.lightning.predicted:PredictLoop.add | tensor.cpu()": "kept predictions",
-    "roomier.trainer.lightning.strategy:Strategy.reduce | tensor.detach().cpu()": "Strategy.reduce",
+    "roomier.trainer.lightning.views:PredictLoop.add | tensor.cpu()": "kept predictions",
+    "roomier.trainer.lightning.views:Strategy.reduce | tensor.detach().cpu()": "Strategy.reduce",
 }
 
 _TRIES_STREAMS = (
@@ -213,7 +213,7 @@ OF_THE_HOST = {
     "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
     "roomier.launch.watch:Children._kill | process.wait()",
     "roomier.run.signals:_ExitThread._run | self._is_closed.wait(TO_OBEY_S)",
-    "roomier.train.predicting.stream:_after_roll_call | roll_call.wait()",
+    "roomier.train.predict_stream:_after_roll_call | roll_call.wait()",
     "roomier.train.saving.save:settle_background_save | run.saves.background.wait()",
     "roomier.train.saving.save:end_background_save | run.saves.background.wait(_GRACE_S)",
 }

@@ -20,9 +20,8 @@ from roomier.api.blocks import find_blocks
 from roomier.api.trainer_view import TrainerView
 from roomier.plan.levers import LEVERS, Lever
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Now, Progress
+from roomier.run.progress import Now, Progress, Saves
 from roomier.run.run import Run
-from roomier.run.saves import Saves
 from roomier.run.settled import Request, Settled, Start
 from roomier.trainer import Trainer
 from tests.house.sources import PACKAGE, trees
@@ -274,7 +273,7 @@ def test_view_of_the_trainer_has_its_public_attributes() -> None:
         "seen_loaders",
         "module_of",
     }
-    of_tuner = {"use_next", "use_learning_rate", "join_ranks", "copy_for_trial", "session_of_trial"}
+    of_tuner = {"use_learning_rate"}
     constants = {"barebones"}
     public = {name for name in dir(Trainer) if not name.startswith("_")} - verbs - of_session - of_tuner - constants
     shown = {name for name in dir(TrainerView) if not name.startswith("_")}

@@ -16,7 +16,7 @@ FAMILIES = {
 }
 INCOMPLETE = {
     ("core/device/capability.py", "_FUSED"): "optimizers with fused kernels in torch",
-    ("plan/migrate/deepspeed/optimizer.py", "_NAMES"): "the other optimizers need more than another name",
+    ("plan/migrate/deepspeed/config.py", "_NAMES"): "the other optimizers need more than another name",
     ("planner/choosing/candidates.py", "_strategies"): "the sizes of hsdp are appended",
     ("planner/timing/update_time.py", "_ROUNDED"): "the rounding of the other optimizers is part of their entry",
     ("techniques/optim/by_name.py", "_STATE_BITS"): "optimizers with quantized states",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from roomier import Trainer
 from roomier.api.forward import ForwardModule
-from roomier.api.pretrained_loss import num_objects, weights_classes
+from roomier.api.loss_terms import num_objects, weights_classes
 from tests.hugging_face.small import transformers
 
 pytestmark = pytest.mark.more

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roomier.core.errors import RoomierError
-from roomier.run.global_batch import GlobalBatch
+from roomier.run.accumulation import GlobalBatch
 
 
 @pytest.mark.parametrize(

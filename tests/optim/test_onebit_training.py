@@ -23,7 +23,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
-from roomier.plan.choices import Kind, kind_of
+from roomier.plan.choices import Kind, choice_of
 from roomier.techniques.optim.onebit_adam import OneBitAdam, onebit_options
 from tests.covering import covering, few
 from tests.parallel.parity import OPTIMIZERS, Setup, batches_of, train_bare, whole_weights
@@ -251,7 +251,7 @@ def test_a_run_resumes_with_the_other_strategy_and_other_ranks(on_ranks: RankPoo
 def test_accepted_spellings(name: str) -> None:
     plan = plan_from_flags(strategy="ddp", optimizer=name)
     assert plan.optimizer.name == "onebit_adam"
-    assert kind_of("optimizer.name", "onebit_adam") is Kind.APPROXIMATE
+    assert choice_of("optimizer.name", "onebit_adam").kind is Kind.APPROXIMATE
     assert "onebit_adam" in plan.table()
 
 

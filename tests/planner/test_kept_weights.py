@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roomier
-from roomier.api.kept_weights import KeptWeights
+from roomier.api.callback import KeptWeights
 from roomier.callbacks import Callback, EMAWeightAveraging, MemoryForecast, StochasticWeightAveraging
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.dry_run import dry_run

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import roomier
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.prepared.shares import ShardedBatches, ShardedStream
+from roomier.prepared.loader import ShardedBatches, ShardedStream
 from tests.ranks.pool import RankPool
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 5, 6, 7, 12, 13, 24), (False, True)))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.train.predicting import roll_call
+from roomier.train import predict_stream
 
 pytestmark = pytest.mark.more
 
@@ -93,7 +93,7 @@ KEPT: list[Any] = []
 
 
 def taken_by_the_first_alone() -> str:
-    roll_call.REPORT_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
+    predict_stream.REPORT_AFTER_S = predict_stream.GIVE_UP_AFTER_S = 0.0
     mine = trainer()
     stream = mine.predict_stream(Net(), loaders())
     if mine.is_global_zero:

@@ -13,7 +13,7 @@ import roomier
 from roomier import Logger
 from roomier.callbacks import EarlyStopping, Throughput
 from roomier.core.errors import RoomierError, TrainingError
-from roomier.run.logged.over_ranks import RankEntry, reduce_over_ranks
+from roomier.run.logged.entry import RankEntry, reduce_over_ranks
 from tests.covering import few
 
 QUIET = {

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import roomier
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.run.vote import Vote
+from roomier.run.run import Vote
 from tests.covering import few
 
 QUIET = {

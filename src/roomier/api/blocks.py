@@ -30,9 +30,11 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     declared = getattr(network, "model_blocks", None)
     if callable(declared):
         return _declared(network, list(declared()))
-    names = _no_split_names(network)
+    # The Hugging Face model may be an attribute of another module, and fully_shard inserts a class before the user's.
+    names = {name for each in network.modules() for name in getattr(each, "_no_split_modules", None) or ()}
     if names:
-        found = [each for each in network.modules() if names & _class_names(each) and _has_parameters(each)]
+        named = [each for each in network.modules() if names & {cls.__name__ for cls in type(each).__mro__}]
+        found = [each for each in named if _has_parameters(each)]
     else:
         found = [each for container in network.modules() for each in _repeated_in(container)]
     return _outermost(network, found)
@@ -45,18 +47,6 @@ def _declared(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
             action = "Return submodules of the model, such as list(self.layers)"
             raise RoomierError("model_blocks", type(block).__name__, "must be a submodule of the model", action)
     return _outermost(network, blocks)
-
-
-def _no_split_names(network: nn.Module) -> set[str]:
-    # The Hugging Face model may be an attribute of a roomier or Lightning module.
-    names: set[str] = set()
-    for each in network.modules():
-        names.update(getattr(each, "_no_split_modules", None) or ())
-    return names
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    return {each.__name__ for each in type(module).__mro__}  # fully_shard inserts a class before the user's class
 
 
 def _repeated_in(container: nn.Module) -> Iterator[nn.Module]:

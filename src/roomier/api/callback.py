@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -153,13 +155,7 @@ class Callback:
         """Called before a validation batch."""
 
     def on_validation_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a validation batch with the output of ``validation_step``."""
 
@@ -181,13 +177,7 @@ class Callback:
         """Called before a test batch."""
 
     def on_test_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a test batch with the output of ``test_step``."""
 
@@ -209,13 +199,7 @@ class Callback:
         """Called before a prediction batch."""
 
     def on_predict_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a prediction batch with the output of ``predict_step``."""
 
@@ -243,7 +227,6 @@ class ChecksState(Protocol):
         Raises:
             FormError: ``load_state_dict`` cannot load the state.
         """
-        ...
 
 
 @runtime_checkable
@@ -260,4 +243,65 @@ class PlacesTensors(Protocol):
             weights: weights of the model, by name.
             stored: the checkpoint, with the shape and dtype of each tensor instead of its values.
         """
-        ...
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """A copy of the trained parameters in float32 or higher precision, sharded like the parameters.
+
+    Args:
+        with_buffers: True if the copy includes the floating-point buffers that checkpoints contain.
+        device: device of the copy; None for the device of the weights.
+    """
+
+    with_buffers: bool = False
+    device: torch.device | None = None
+
+    def is_on(self, device_type: str) -> bool:
+        """Return True if the copy is stored on the device of the model. ``device_type`` is the type of this device."""
+        return self.device is None or self.device.type == device_type
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """A callback that stores a copy of the weights during a fit.
+
+    Attributes:
+        kept_weights: description of the copy, which is available even before the copy is created.
+    """
+
+    kept_weights: KeptWeights
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """Return this rank's shards of the copy; no tensors before the copy is created."""
+
+
+def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeights, ...]:
+    """Return descriptions of the copies that ``callbacks`` store.
+
+    Args:
+        now: if True, include only copies that already exist.
+    """
+    found = (each for each in callbacks if isinstance(each, KeepsWeights))
+    return tuple(each.kept_weights for each in found if not now or any(True for _ in each.held_weights()))
+
+
+def held_by(callbacks: Iterable[object]) -> list[Tensor]:
+    """Return the existing tensors of the copies that ``callbacks`` store."""
+    return [tensor for each in callbacks if isinstance(each, KeepsWeights) for tensor in each.held_weights()]
+
+
+class GoBackError(Exception):
+    """Exception that a callback raises to restore the newest checkpoint of the run and continue training from it.
+
+    Every rank must raise this exception at the same place: in ``on_train_batch_end`` of the last micro-batch of a step,
+    or in one of the functions in ``Run.looks``. The callback must ensure that the run does not return to the same
+    checkpoint forever.
+
+    Attributes:
+        reason: text for the notice, and for the error if there is no checkpoint.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

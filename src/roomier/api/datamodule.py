@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from roomier.api.hparams import HasHyperParameters
+from roomier.api.module_hooks import DataHooks
 from roomier.api.provided import provided
-from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
 
-class DataModule(HasHyperParameters):
+class DataModule(HasHyperParameters, DataHooks):
     """Base class for the data of a run. Pass an instance to the ``datamodule`` argument of ``fit`` and other methods.
 
     Override the methods that you need. The methods have the same names and order as in Lightning's
@@ -29,8 +29,7 @@ class DataModule(HasHyperParameters):
         trainer: the last Trainer to which the DataModule was passed; None if the DataModule was not passed to a
             Trainer.
         name: name for user code. roomier does not use it.
-        prepare_data_per_node: if True, run ``prepare_data`` in one process per node, for files on local disks. If
-            False, run ``prepare_data`` in only one process across all nodes, for files on shared storage.
+        prepare_data_per_node: as in :class:`roomier.api.module_hooks.DataHooks`.
 
     Example:
         >>> class Numbers(roomier.DataModule):
@@ -44,7 +43,6 @@ class DataModule(HasHyperParameters):
 
     trainer: TrainerView | None = None
     name: str | None = None
-    prepare_data_per_node: bool = True
 
     @classmethod
     def from_datasets(
@@ -103,53 +101,6 @@ class DataModule(HasHyperParameters):
         load = provided("load_datamodule")
         loaded: Self = load(cls, checkpoint_path, map_location, hparams_file=hparams_file, **kwargs)
         return loaded
-
-    def prepare_data(self) -> None:
-        """Prepare files, for example by downloading and tokenizing them. Do not set attributes here.
-
-        Called in one process per node, or in only one process across all nodes (see ``prepare_data_per_node``).
-        """
-
-    def setup(self, stage: str) -> None:
-        """Create the datasets. Called in every process.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        """
-
-    def teardown(self, stage: str) -> None:
-        """Release resources when a Trainer method ends. See :meth:`setup` for ``stage``."""
-
-    def train_dataloader(self) -> Any:
-        """Return the training data: a ``DataLoader``, an iterable of batches, or a list of batches."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the validation data: a loader as in :meth:`train_dataloader`, or a list or dict of loaders."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the test data in the same form as :meth:`val_dataloader`."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the data for ``predict`` in the same form as :meth:`val_dataloader`."""
-        return None
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify ``batch`` on the host and return it.
-
-        If the module also overrides this hook, only the hook of the DataModule is called.
-        """
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move ``batch`` to ``device`` and return it."""
-        return to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify ``batch`` on the device and return it."""
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for checkpoints, excluding the position in the data, which roomier saves itself."""

@@ -72,12 +72,10 @@ class LossScale(Protocol):
     @property
     def is_on(self) -> bool:
         """True if losses are scaled."""
-        ...
 
     @property
     def factor(self) -> float:
         """The factor as a number. Reading this value waits for the device."""
-        ...
 
 
 class Engine(Protocol):
@@ -101,17 +99,14 @@ class Engine(Protocol):
     @property
     def scaler(self) -> LossScale:
         """The loss scale. The loss scale is disabled unless the precision is ``"16-mixed"``."""
-        ...
 
     @property
     def allows_inference_mode(self) -> bool:
         """True if :meth:`forward` supports ``torch.inference_mode``. Otherwise evaluations use ``torch.no_grad``."""
-        ...
 
     @property
     def trace(self) -> int:
         """Number that is equal on all ranks if all ranks ran the same parts of the model in the same order."""
-        ...
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         """Compute the gradients of one optimizer step from its micro-batches, as if they were one batch.
@@ -125,7 +120,6 @@ class Engine(Protocol):
             all ranks is the loss of the full batch. None if ``step`` returned None for every micro-batch. A rank that
             computes no loss returns a loss share of zero.
         """
-        ...
 
     def step_with_closure(
         self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
@@ -137,18 +131,15 @@ class Engine(Protocol):
                 that computes the gradients of the last micro-batch and returns its weighted loss. LBFGS calls the
                 closure several times per step. ``update`` is not called if a hook skips the step.
         """
-        ...
 
     def move(self, batch: Any) -> Any:
         """Return ``batch`` on the device, in the dtype of the weights if the precision requires it."""
-        ...
 
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Run ``step`` on a moved ``batch`` in the precision of the Plan, without a backward pass.
 
         Evaluations and manual optimization call this method.
         """
-        ...
 
     def settle(self) -> None:
         """Finish pending updates and free unsharded parameters.
@@ -156,61 +147,47 @@ class Engine(Protocol):
         Every rank must call this method before any code reads parameters or optimizer states, for example to save a
         checkpoint, run an evaluation, average weights or change ``requires_grad``.
         """
-        ...
 
     def complete_updates(self) -> None:
         """Finish pending updates before user hooks read parameters or optimizer states within a step."""
-        ...
 
     def close(self) -> None:
         """Restore the module's original ``forward`` method. Call this after the last step."""
-        ...
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of one loss, for manual optimization."""
-        ...
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
         """Divide the gradients by the loss scale before any code reads them. A second call has no effect."""
-        ...
 
     def change_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Call ``hooks.change_gradient`` with each complete, unscaled gradient, before :meth:`clip`."""
-        ...
 
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
         """Clip the gradients, by default as the Plan specifies. With ``"norm"``, return the norm before clipping."""
-        ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         """Update the parameters, then free the gradients unless ``hooks.keeps_gradients`` is set."""
-        ...
 
     def free_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Free the gradients. Called after the update and after all hooks that may read the gradients."""
-        ...
 
     def leave_out_update(self) -> None:
         """Skip the update of this step. Called instead of :meth:`step`. The loss scale does not change."""
-        ...
 
     def trained_parameters_changed(self) -> None:
         """Handle parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
-        ...
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
         """Run only the next forward pass of training inside ``context``."""
-        ...
 
     def weights(self) -> dict[str, Any]:
         """Return the weights and buffers that :meth:`state` includes."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the weights, optimizer states and loss scale. Tensors are not copied."""
-        ...
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Check that the optimizer states in ``state`` can be loaded, before their tensors are read.
@@ -218,7 +195,6 @@ class Engine(Protocol):
         Raises:
             CheckpointError: ``state`` belongs to different optimizers.
         """
-        ...
 
     def places(
         self, stored: Sequence[Mapping[str, Any]], *, is_spec: Callable[[Any], bool], unneeded: Any
@@ -230,8 +206,6 @@ class Engine(Protocol):
             is_spec: function that returns True if a value describes a tensor by its ``shape`` and ``dtype``.
             unneeded: value that replaces tensors that this rank does not need.
         """
-        ...
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state that :meth:`state` returned. Weights are copied in place."""
-        ...

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roomier.api.loss_terms import count_loss_terms
-from roomier.api.pretrained_loss import (
+from roomier.api.loss_terms import (
     compares_samples,
+    count_loss_terms,
     counts_samples,
     ignored_label,
     is_shifted_inside,
@@ -17,7 +17,7 @@ from roomier.api.pretrained_loss import (
     reduction_of,
     weights_classes,
 )
-from roomier.api.wrapped import WrappedModule
+from roomier.api.module import WrappedModule
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import batch_size_of

@@ -1,4 +1,5 @@
-"""Adapters for Lightning's classes, which are recognized by their class names. Lightning is never imported."""
+"""Adapters for Lightning's classes, which are recognized by their class names, and conversion of any model to a Module.
+Lightning is never imported."""
 
 from __future__ import annotations
 
@@ -10,38 +11,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from roomier.api.forward import ForwardModule
 from roomier.api.hparams import HasHyperParameters, HyperParameters, is_plain
-from roomier.api.module import Module
-from roomier.api.overrides import lightning_base, overrides
+from roomier.api.module import Module, WrappedModule
+from roomier.api.overrides import is_one, lightning_base, overrides
 from roomier.api.trainer_view import TrainerView
-from roomier.api.wrapped import WrappedModule
+from roomier.core import torch_private
+from roomier.core.errors import RoomierError
 
 OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI that are not hyperparameters
 
 # Methods of a LightningModule that use its trainer. While the module is attached, roomier's Module provides these
 # methods.
 LENT = (
-    "is_attached",
-    "log",
-    "log_dict",
-    "print",
-    "optimizers",
-    "lr_schedulers",
-    "manual_backward",
-    "clip_gradients",
-    "toggle_optimizer",
-    "untoggle_optimizer",
-    "toggled_optimizer",
-    "all_gather",
-    "logger",
-    "loggers",
-    "current_epoch",
-    "global_step",
-    "global_rank",
-    "local_rank",
-    "device",
-    "dtype",
+    *("is_attached", "log", "log_dict", "print", "optimizers", "lr_schedulers", "manual_backward"),
+    *("clip_gradients", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "all_gather", "logger"),
+    *("loggers", "current_epoch", "global_step", "global_rank", "local_rank", "device", "dtype"),
 )
+
+
+class _OfUser:
+    """Descriptor of an attribute of the LightningModule, whose value can change at any time."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, adapter: WrappedModule | None, owner: type) -> Any:
+        return self if adapter is None else getattr(adapter.network, self._name)
+
+    def __set__(self, adapter: WrappedModule, value: Any) -> None:
+        setattr(adapter.network, self._name, value)
 
 
 class LightningAdapter(WrappedModule):
@@ -81,32 +80,9 @@ class LightningAdapter(WrappedModule):
         """Return 1, because all micro-batches have the same weight."""
         return 1
 
-    @property
-    def automatic_optimization(self) -> bool:
-        """Attribute of the LightningModule. The value can change at any time."""
-        return bool(self._user.automatic_optimization)
-
-    @automatic_optimization.setter
-    def automatic_optimization(self, is_automatic: bool) -> None:
-        self._user.automatic_optimization = is_automatic
-
-    @property
-    def strict_loading(self) -> bool:
-        """Attribute of the LightningModule."""
-        return bool(self._user.strict_loading)
-
-    @strict_loading.setter
-    def strict_loading(self, is_strict: bool) -> None:
-        self._user.strict_loading = is_strict
-
-    @property
-    def example_input_array(self) -> Any:
-        """Attribute of the LightningModule."""
-        return self._user.example_input_array
-
-    @example_input_array.setter
-    def example_input_array(self, example: Any) -> None:
-        self._user.example_input_array = example
+    automatic_optimization = _OfUser()
+    strict_loading = _OfUser()
+    example_input_array = _OfUser()
 
     @property
     def hparams(self) -> HyperParameters:
@@ -211,7 +187,8 @@ def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn
     for part in parts:
         vars(part)["_trainer"] = trainer
         if not any("user_class" in vars(cls) for cls in type(part).__mro__):
-            part.__class__ = _lent_class(type(part))
+            kind: Any = type(part)
+            part.__class__ = _lent_class(kind)
     return parts
 
 
@@ -222,16 +199,8 @@ def _note_place(part: nn.Module) -> None:
         vars(part).update(_device=tensor.device, _dtype=tensor.dtype)
 
 
-_LENT_CLASSES: dict[type, type] = {}
-
-
+@cache
 def _lent_class(kind: type) -> type:
-    if kind not in _LENT_CLASSES:
-        _LENT_CLASSES[kind] = _make_lent_class(kind)
-    return _LENT_CLASSES[kind]
-
-
-def _make_lent_class(kind: type) -> type:
     base = lightning_base(kind, Module)
     assert base is not None
     lender = type("RoomierMethods", (base,), {name: vars(Module)[name] for name in LENT})
@@ -255,3 +224,34 @@ def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
         return (maker, arguments, *state)
 
     return reduce_ex
+
+
+def as_module(model: nn.Module) -> Module:
+    """Return ``model`` if it is a Module; otherwise wrap the LightningModule or ``nn.Module`` in a Module.
+
+    Raises:
+        RoomierError: ``model`` is not an ``nn.Module``, or it is a Module wrapped by ``torch.compile``.
+    """
+    if isinstance(model, Module):
+        return model
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RoomierError("model", model, "must be an instance, not a class", f"Pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise RoomierError("model", model, "must be an nn.Module", "Pass a roomier.Module or an nn.Module")
+    if lightning_base(type(model), Module) is not None:
+        return LightningAdapter(model)
+    hidden = torch_private.uncompiled(model)
+    if is_one(hidden, Module):
+        problem = "is wrapped by torch.compile, which would bypass its training_step and hooks"
+        action = "Pass the module itself and set Trainer(compile=True), or compile a submodule"
+        raise RoomierError("model", type(hidden).__name__, problem, action)
+    return ForwardModule(model)
+
+
+def seen_by_user(module: Module) -> Any:
+    """Return the object that callbacks and ``trainer.lightning_module`` receive.
+
+    If the user passed a LightningModule, the function returns this LightningModule. While the LightningModule is
+    attached, it has the methods of a Module.
+    """
+    return module.network if isinstance(module, LightningAdapter) else module

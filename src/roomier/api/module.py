@@ -40,7 +40,7 @@ class Module(HasHyperParameters, ModuleHooks):
             determines the weights of micro-batches with accumulated gradients (see :meth:`num_loss_terms`).
         example_input_array: an example input of ``forward``, for model summaries, graphs and exports.
         strict_loading: set it to False to ignore weights that exist only in the checkpoint or only in this module.
-        prepare_data_per_node: as in :class:`roomier.DataModule`.
+        prepare_data_per_node: as in :class:`roomier.api.module_hooks.DataHooks`.
 
     Example:
         >>> class Regression(roomier.Module):
@@ -63,7 +63,6 @@ class Module(HasHyperParameters, ModuleHooks):
     loss_reduction: Literal["mean", "sum"] = "mean"
     example_input_array: Any = None
     strict_loading: bool = True
-    prepare_data_per_node: bool = True
 
     # TorchScript compiles all properties of a class except those listed here, which an exported model does not need.
     __jit_unused_properties__: ClassVar[list[str]] = [
@@ -123,26 +122,6 @@ class Module(HasHyperParameters, ModuleHooks):
         """Return callbacks for this module. These callbacks replace callbacks of the same type that were passed to the
         Trainer."""
         return []
-
-    def train_dataloader(self) -> Any:
-        """Return the training data. This method is used if the training data is neither an argument of ``fit`` nor
-        provided by a DataModule."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the validation data. This method is used if the validation data is neither an argument of ``fit`` or
-        ``validate`` nor provided by a DataModule."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the test data. This method is used if the test data is neither an argument of ``test`` nor provided
-        by a DataModule."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the data for predictions. This method is used if the data is neither an argument of ``predict`` nor
-        provided by a DataModule."""
-        return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
         """Return the number of terms over which the loss is averaged. This number is the weight of the micro-batch.
@@ -526,3 +505,20 @@ def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
         action = "Call self.log_dict({'loss': loss, ...}), or self.log(name, value) for one value"
         raise RoomierError("log_dict", type(dictionary).__name__, "must be a mapping of names to values", action)
     return dictionary.items()
+
+
+class WrappedModule(Module):
+    """Module that wraps ``network``. Checkpoints contain the parameter names of ``network``, without a prefix.
+
+    Attributes:
+        network: the model of the user.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+def network_of(module: Module) -> nn.Module:
+    """Return the module whose parameters are trained. Checkpoints use the parameter names of this module."""
+    return module.network if isinstance(module, WrappedModule) else module

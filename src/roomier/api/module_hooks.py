@@ -1,4 +1,4 @@
-"""Hooks of a Module: methods that are called at defined points of a run."""
+"""Hooks: methods of a Module and a DataModule that are called at defined points of a run."""
 
 from __future__ import annotations
 
@@ -11,28 +11,74 @@ from torch.optim import Optimizer
 from roomier.core.tree import to_device
 
 
-class ModuleHooks(nn.Module):
-    """Hooks of :class:`roomier.Module`. The defaults are empty, unless the docstring describes a default.
+class DataHooks:
+    """Methods that provide the data of a run, which :class:`roomier.DataModule` and :class:`roomier.Module` share. A
+    loader that is passed to the Trainer replaces the data of both, and a DataModule replaces the data of the module.
 
-    Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
-    called first.
+    Attributes:
+        prepare_data_per_node: if True, run ``prepare_data`` in one process per node, for files on local disks. If
+            False, run ``prepare_data`` in only one process across all nodes, for files on shared storage.
     """
 
-    def prepare_data(self) -> None:
-        """Called before ``setup``, in one process per node or in only one process across all nodes.
+    prepare_data_per_node: bool = True
 
-        See ``prepare_data_per_node``.
+    def prepare_data(self) -> None:
+        """Prepare files, for example by downloading and tokenizing them. Do not set attributes here.
+
+        Called before ``setup``, in one process per node, or in only one process across all nodes (see
+        ``prepare_data_per_node``).
         """
 
     def setup(self, stage: str) -> None:
-        """Called in every process at the start of ``fit``, ``validate``, ``test`` or ``predict``.
+        """Create the datasets, or parts of the model that depend on them. Called in every process at the start of
+        ``fit``, ``validate``, ``test`` or ``predict``.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
 
     def teardown(self, stage: str) -> None:
-        """Called in every process when a Trainer method ends, even after an error. See :meth:`setup` for ``stage``."""
+        """Release resources. Called in every process when a Trainer method ends, even after an error. See :meth:`setup`
+        for ``stage``."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training data: a ``DataLoader``, an iterable of batches, or a list of batches."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the validation data: a loader as in :meth:`train_dataloader`, or a list or dict of loaders."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the test data in the same form as :meth:`val_dataloader`."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the data for ``predict`` in the same form as :meth:`val_dataloader`."""
+        return None
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Modify ``batch`` on the host and return it.
+
+        If a module and a DataModule override a transfer hook, only the hook of the DataModule is called.
+        """
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move ``batch`` to ``device`` and return it."""
+        return to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Modify ``batch`` on the device and return it."""
+        return batch
+
+
+class ModuleHooks(DataHooks, nn.Module):
+    """Hooks of :class:`roomier.Module`. The defaults are empty, unless the docstring describes a default.
+
+    Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
+    called first.
+    """
 
     def on_fit_start(self) -> None:
         """Called at the start of a fit, after checkpoints are restored and before the sanity check."""
@@ -163,15 +209,3 @@ class ModuleHooks(nn.Module):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is loaded. Changes that this hook makes to ``checkpoint`` are loaded."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify ``batch`` on the host and return it."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move ``batch`` to ``device`` and return it."""
-        return to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify ``batch`` on the device and return it."""
-        return batch

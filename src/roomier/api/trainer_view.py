@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +31,32 @@ class TrainerView(Protocol):
     Attributes:
         should_stop: set it to True to end training at the next save point. With several ranks, it is sufficient that
             one rank sets this attribute.
+        state: method, loop and status of the last call.
+        datamodule: the DataModule of the last call; None if no DataModule was passed.
+        options: settings of the loop.
+        plan: the plan of the last run; before the first run, the requested plan.
+        requested_plan: the requested plan.
+        max_epochs: maximum number of epochs; None if not set.
+        max_steps: maximum number of optimizer steps; -1 if unlimited.
+        min_steps: minimum number of optimizer steps; None if not set.
+        overfit_batches: number or fraction of batches used for training and validation; 0 if disabled.
+        fast_dev_run: number of batches of a development run; False if disabled.
+        check_val_every_n_epoch: number of epochs between two validations; None to count batches across epochs.
+        num_sanity_val_steps: number of validation batches in the sanity check before training.
+        log_every_n_steps: number of optimizer steps between consecutive rows of the log.
+        run: the last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`.
+        fitted: the run of the last fit; None before the first fit.
+        shapes: a copy without values of the module of the last fit, created before the module was built. None if the
+            copy is not needed or cannot be created.
+        choice: the plans that the planner compared for the last fit; None if the user specified the plan.
+        callbacks: all callbacks (of roomier or of Lightning), in the order of their calls.
+        manual_optimizers: the optimizers for manual optimization, whose ``step`` increments ``global_step``.
+        loggers: all loggers.
+        predict_loop: view of the prediction loop, with the attribute names of Lightning's loop.
+        world: position of this process among all processes.
+        ranks: the ranks of the last call.
+        log_dir: folder of the logs.
+        enable_checkpointing: True if checkpoints are enabled.
     """
 
     should_stop: bool
@@ -46,7 +73,8 @@ class TrainerView(Protocol):
 
     @property
     def num_steps_in_all(self) -> float:
-        """Number of optimizer steps in the full run, completed and remaining. Infinite if unknown."""
+        """Total number of optimizer steps if the run does not end early; infinite if the number is unknown."""
+        return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -78,7 +106,6 @@ class TrainerView(Protocol):
         return self.run is not None and self.run.stop.received == signal.SIGTERM
 
     state: Any
-    """Method, loop and status of the last call."""
 
     @property
     def training(self) -> bool:
@@ -149,7 +176,6 @@ class TrainerView(Protocol):
         """The prediction loaders of the last run."""
 
     datamodule: Any
-    """The DataModule of the last call; None if no DataModule was passed."""
 
     @property
     def enable_validation(self) -> bool:
@@ -158,13 +184,8 @@ class TrainerView(Protocol):
     # Settings
 
     options: Any
-    """Settings of the loop."""
-
     plan: Plan
-    """The plan of the last run; before the first run, the requested plan."""
-
     requested_plan: Plan
-    """The requested plan."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -186,7 +207,6 @@ class TrainerView(Protocol):
         return self.plan.precision.mode
 
     max_epochs: int | None
-    """Maximum number of epochs; None if not set."""
 
     @property
     def min_epochs(self) -> int | None:
@@ -194,10 +214,7 @@ class TrainerView(Protocol):
         return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
 
     max_steps: int
-    """Maximum number of optimizer steps; -1 if unlimited."""
-
     min_steps: int | None
-    """Minimum number of optimizer steps; None if not set."""
 
     @property
     def limit_train_batches(self) -> Any:
@@ -220,10 +237,7 @@ class TrainerView(Protocol):
         return self.options.limit_of("predict")
 
     overfit_batches: int | float
-    """Number or fraction of batches used for training and validation; 0 if disabled."""
-
     fast_dev_run: int | bool
-    """Number of batches of a development run; False if disabled."""
 
     @property
     def val_check_interval(self) -> int | float:
@@ -232,21 +246,13 @@ class TrainerView(Protocol):
         return 1.0 if interval is None else interval
 
     check_val_every_n_epoch: int | None
-    """Number of epochs between two validations; None to count batches across epochs."""
-
     num_sanity_val_steps: int
-    """Number of validation batches in the sanity check before training."""
-
     log_every_n_steps: int
-    """Number of optimizer steps between consecutive rows of the log."""
 
     # Objects
 
     run: Any
-    """The last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`."""
-
     fitted: Any
-    """The run of the last fit; None before the first fit."""
 
     @property
     def engine(self) -> Engine:
@@ -261,14 +267,8 @@ class TrainerView(Protocol):
         """The module of the last call, as callbacks receive it."""
 
     shapes: Any
-    """A copy without values of the module of the last fit, created before the module was built. None if the copy is
-    not needed or cannot be created."""
-
     choice: Any
-    """The plans that the planner compared for the last fit; None if the user specified the plan."""
-
     callbacks: list[Any]
-    """All callbacks (of roomier or of Lightning), in the order of their calls."""
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -294,18 +294,25 @@ class TrainerView(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the last run."""
+        """Optimizers of the run. In an evaluation after a fit, this attribute contains the optimizers of the fit."""
+        return self._fit_or_run.engine.optimizers if self._fit_or_run else []
 
     manual_optimizers: list[Any]
-    """The optimizers for manual optimization, whose ``step`` increments ``global_step``."""
 
     @property
     def lr_scheduler_configs(self) -> Sequence[Any]:
-        """The learning rate schedulers of the last run with their intervals."""
+        """Schedulers of the run, with their settings."""
+        return self._fit_or_run.schedulers.configs if self._fit_or_run else []
+
+    @property
+    def _fit_or_run(self) -> Any:
+        return self.run if self.fitted is None else self.fitted
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler with ``"16-mixed"``; otherwise None."""
+        """Loss scale of ``"16-mixed"``; None with any other precision."""
+        scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
+        return scaler if scaler is not None and scaler.is_on else None
 
     @property
     def strategy(self) -> Any:
@@ -316,7 +323,6 @@ class TrainerView(Protocol):
         """Object with Lightning's method ``profile`` for named ranges."""
 
     loggers: list[Logger]
-    """All loggers."""
 
     @property
     def logger(self) -> Logger | None:
@@ -328,7 +334,6 @@ class TrainerView(Protocol):
         """The logged values of the last run."""
 
     predict_loop: Any
-    """View of the prediction loop, with the attribute names of Lightning's loop."""
 
     # Metrics
 
@@ -355,10 +360,7 @@ class TrainerView(Protocol):
     # Ranks and files
 
     world: World
-    """Position of this process among all processes."""
-
     ranks: Ranks
-    """The ranks of the last call."""
 
     @property
     def world_size(self) -> int:
@@ -405,7 +407,6 @@ class TrainerView(Protocol):
         """Folder that contains the run folders."""
 
     log_dir: str
-    """Folder of the logs."""
 
     @property
     def ckpt_path(self) -> Path | str | None:
@@ -416,7 +417,6 @@ class TrainerView(Protocol):
         """True if a fit writes a run folder."""
 
     enable_checkpointing: bool
-    """True if checkpoints are enabled."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""

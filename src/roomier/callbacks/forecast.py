@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roomier.api.kept_weights import KeepsWeights, kept_by
+from roomier.api.callback import KeepsWeights, kept_by
 from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError

@@ -26,7 +26,7 @@ class HoldsAverage(Callback):
         return 0 if self._average is None else self._average.num_averaged
 
     def held_weights(self) -> list[Tensor]:
-        """See :class:`roomier.api.kept_weights.KeepsWeights`."""
+        """See :class:`roomier.api.callback.KeepsWeights`."""
         return [] if self._average is None else list(self._average.averages.values())
 
     def _swap(self, trainer: TrainerView) -> None:

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from roomier.api.callback import Callback
-from roomier.api.go_back import GoBackError
+from roomier.api.callback import Callback, GoBackError
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core import torch_private

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
-from roomier.api.kept_weights import KeptWeights
-from roomier.api.step_arguments import step_of
+from roomier.api.callback import KeptWeights
+from roomier.api.hooks import step_of
 from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError

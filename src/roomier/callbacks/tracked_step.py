@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from roomier.api.callback import Callback
+from roomier.api.callback import Callback, held_by
 from roomier.api.engine import Engine
-from roomier.api.kept_weights import held_by
-from roomier.plan.offload_rules import update_mode
+from roomier.plan.lever_rules import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:

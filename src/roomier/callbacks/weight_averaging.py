@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from roomier.api.kept_weights import KeptWeights
+from roomier.api.callback import KeptWeights
 from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, count, fields, integer, list_of, text

@@ -13,9 +13,8 @@ from torch import nn
 
 from roomier.api.blocks import find_blocks
 from roomier.api.hparams import HyperParameters
-from roomier.api.module import Module
+from roomier.api.module import Module, network_of
 from roomier.api.overrides import is_one, overrides
-from roomier.api.wrapped import network_of
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.run_state import peek_run

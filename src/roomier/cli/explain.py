@@ -13,7 +13,7 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.keywords import advice_for_name
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
-from roomier.trainer.keywords.former_flags import written_today
+from roomier.trainer.keywords.other_libraries import written_today
 
 _TRAINER = "--trainer."
 _FORMER = "was removed from the Trainer"

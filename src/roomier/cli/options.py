@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier import callbacks
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning_types import LightningDataModule
+from roomier.api.overrides import LightningDataModule
 from roomier.cli.class_paths import remove_unknown_classes
 from roomier.cli.config_files import check_texts, naming_file, options_in, remove
 from roomier.cli.explain import explain

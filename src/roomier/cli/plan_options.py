@@ -11,16 +11,16 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
+from roomier.api.callback import KeptWeights, kept_by
 from roomier.api.datamodule import DataModule
-from roomier.api.kept_weights import KeptWeights, kept_by
-from roomier.api.lightning_types import LightningDataModule
+from roomier.api.overrides import LightningDataModule
 from roomier.cli.options import VerbParser, add_options_of_lightning
 from roomier.core.device.resolve import num_devices, resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
-from roomier.plan.offload_rules import without_host_tiers
+from roomier.plan.lever_rules import without_host_tiers
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.hardware.this_machine import this_machine

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.api.module import Module
-from roomier.api.wrapped import network_of
+from roomier.api.module import Module, network_of
 from roomier.core.device.capability import usable_device
 from roomier.core.ranks import Ranks
 from roomier.plan import Plan

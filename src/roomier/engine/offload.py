@@ -36,7 +36,7 @@ from roomier.engine.parallel import Parallel
 from roomier.engine.parameter_updates import ParametersOnDevice, ParameterTier
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import OffloadPlan, Plan
-from roomier.plan.offload_rules import update_mode
+from roomier.plan.lever_rules import update_mode
 from roomier.techniques.loss.output_layer import find_output_layer
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import MIN_BYTES, Region, regions_of

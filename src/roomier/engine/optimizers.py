@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.lightning_module import LightningAdapter
-from roomier.api.module import Module
+from roomier.api.module import Module, network_of
 from roomier.api.overrides import overrides
-from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice

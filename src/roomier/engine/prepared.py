@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
-from roomier.api.wrapped import network_of
+from roomier.api.lightning_module import as_module
+from roomier.api.module import network_of
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.log import notice
@@ -19,7 +19,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure_by_name
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
-from roomier.plan.offload_rules import without_host_tiers
+from roomier.plan.lever_rules import without_host_tiers
 from roomier.plan.rules import refuse
 from roomier.techniques.optim.configured import Configured
 from roomier.techniques.precision.policy import set_matmul_precision

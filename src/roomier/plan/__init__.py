@@ -2,7 +2,6 @@
 arguments, YAML or mappings. All parts of roomier read their settings from the Plan."""
 
 from roomier.plan.choices import Kind
-from roomier.plan.diff import Difference
 from roomier.plan.flags import plan_from_flags
 from roomier.plan.parts import (
     ActivationPlan,
@@ -18,7 +17,7 @@ from roomier.plan.parts import (
     ParallelPlan,
     PrecisionPlan,
 )
-from roomier.plan.plan import Plan
+from roomier.plan.plan import Difference, Plan
 from roomier.plan.rules import CombinedPlanError
 
 __all__ = [

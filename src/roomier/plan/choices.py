@@ -480,22 +480,15 @@ def aliases_of(field: str, value: str) -> list[str]:
     return [alias for alias, word in ALIASES.get(field, {}).items() if word == value]
 
 
-def kind_of(field: str, value: str) -> Kind | None:
-    """Return the label of a choice in a valid Plan, or None if the choice has no label."""
-    return _choice(field, value).kind
-
-
-def note_of(field: str, value: str) -> str:
-    """Return the remark on a choice in a valid Plan."""
-    return _choice(field, value).note
-
-
 def compression_named(name: str) -> CompressionChoice | None:
     """Return the compression of gradients that ``name`` selects in a valid Plan; None for ``"none"``."""
     choice = COMPRESSIONS[name]
     return choice if isinstance(choice, CompressionChoice) else None
 
 
-def _choice(field: str, value: str) -> Choice:
+def choice_of(field: str, value: Any) -> Choice:
+    """Return the label and the remark of a choice in a valid Plan."""
+    if field in SWITCHES:
+        return SWITCHES[field]
     # An accelerator can be the name of a device that a package added to torch.
     return CHOICES[field].get(value, Choice(None, "")) if field == "parallel.accelerator" else CHOICES[field][value]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from os import PathLike, fspath
 
@@ -77,11 +77,13 @@ def plan_from_flags(
     draft.ask("attention.kernel", attention, "attention")
     _set_adapter(draft, lora)
     if isinstance(compile, Mapping):
-        _set_compile(draft, compile)
+        draft.ask("compile.enabled", compile, "compile", meaning=True)
+        draft.ask_each("compile", compile, {"backend": "compile.backend", "mode": "compile.mode"}, "compilation")
     else:
         draft.ask("compile.enabled", compile, "compile")
-    if memory_budget is not None:
-        _set_memory(draft, memory_budget)
+    budget = draft.bytes_of("memory_budget", memory_budget)
+    if budget is not None:
+        draft.ask("choice.memory_budget_bytes", memory_budget, "memory_budget", meaning=budget)
     return draft.plan()
 
 
@@ -93,6 +95,7 @@ def default_strategy(devices: object, num_nodes: object) -> str:
 
 
 _AS_GIVEN = object()
+_WORDS = ("choice.allowed", "adapter.lora_targets", "adapter.lora_trained")  # words separated by commas, or a list
 
 
 class _Draft:
@@ -113,6 +116,34 @@ class _Draft:
         self._asked[field] = keyword, value
         section, _, name = field.partition(".")
         self._sections.setdefault(section, {})[name] = value if meaning is _AS_GIVEN else meaning
+
+    def ask_each(
+        self,
+        keyword: str,
+        given: Mapping[str, object],
+        fields: Mapping[str, str],
+        kind: str,
+        *,
+        known: Iterable[str] = (),
+    ) -> None:
+        """Set the field in ``fields`` for each setting in the dict ``given``, and reject unknown settings of ``kind``.
+        ``known`` are the names that an error can suggest; the default is all names."""
+        for name, value in given.items():
+            if name not in fields:
+                action = did_you_mean(str(name), known or fields)
+                self.errors.append(PlanError(keyword, name, f"is an unknown setting of {kind}", action))
+            elif fields[name] in _WORDS and isinstance(value, (list, tuple)):
+                self.ask(fields[name], value, f"{keyword}.{name}", meaning=",".join(map(str, value)))
+            else:
+                self.ask(fields[name], value, f"{keyword}.{name}")
+
+    def bytes_of(self, keyword: str, given: object) -> object:
+        """Return the number of bytes if ``given`` is a text such as ``"6GiB"``; None if the text is invalid."""
+        try:
+            return parse_bytes(keyword, given) if isinstance(given, str) else given
+        except RoomierError as error:
+            self.errors.append(PlanError(keyword, given, error.problem, error.action))
+            return None
 
     def plan(self) -> Plan:
         """Return the validated Plan.
@@ -136,16 +167,11 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
     """Set the strategy. The suffixes ``+offload`` and ``+disk`` place the optimizer states in host memory or on
     disk."""
     if isinstance(strategy, Mapping):
-        own = {"name", "allow", *FIELDS["parallel"]} - {"strategy", "accelerator", "devices", "num_nodes"}
-        for name, value in strategy.items():
-            if name not in own:
-                action = did_you_mean(str(name), own)
-                draft.errors.append(PlanError("strategy", name, "is an unknown setting of a strategy", action))
-            elif name == "allow":
-                words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-                draft.ask("choice.allowed", value, "strategy.allow", meaning=words)
-            elif name != "name":
-                draft.ask(f"parallel.{name}", value, f"strategy.{name}")
+        own = {name: f"parallel.{name}" for name in FIELDS["parallel"]} | {"allow": "choice.allowed"}
+        for name in ("strategy", "accelerator", "devices", "num_nodes"):
+            del own[name]
+        settings = {name: value for name, value in strategy.items() if name != "name"}
+        draft.ask_each("strategy", settings, own, "a strategy", known=["name", *own])
         strategy = strategy.get("name", "single")
     if not isinstance(strategy, str):
         draft.ask("parallel.strategy", strategy, "strategy")
@@ -210,19 +236,12 @@ def _set_optimizer(draft: _Draft, optimizer: object) -> None:
 
 
 def _set_schedule(draft: _Draft, schedule: object) -> None:
-    if schedule is None:
-        return
-    if not isinstance(schedule, Mapping):
-        draft.ask("optimizer.schedule", schedule, "lr_schedule")
-        return
     own = ("warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps")
-    fields = {"name": "schedule", **{name: name for name in own}}
-    for name, value in schedule.items():
-        if name in fields:
-            draft.ask(f"optimizer.{fields[name]}", value, f"lr_schedule.{name}")
-        else:
-            action = did_you_mean(str(name), fields)
-            draft.errors.append(PlanError("lr_schedule", name, "is an unknown setting of a schedule", action))
+    if isinstance(schedule, Mapping):
+        fields = {"name": "optimizer.schedule", **{name: f"optimizer.{name}" for name in own}}
+        draft.ask_each("lr_schedule", schedule, fields, "a schedule")
+    elif schedule is not None:
+        draft.ask("optimizer.schedule", schedule, "lr_schedule")
 
 
 def _set_offload(draft: _Draft, offload: object) -> None:
@@ -248,27 +267,21 @@ def _set_recompute(draft: _Draft, given: object) -> None:
     if not given:
         action = "Set a policy, a budget such as '6GiB', or None"
         draft.errors.append(PlanError(keyword, given, "must contain a policy or a budget", action))
-    for name, value in given.items():
-        is_asked = name != "budget" or _set_budget(draft, value, budget_keyword)
-        if name not in ("budget", *FIELDS["activation"]):
-            action = did_you_mean(str(name), ["policy", "every_n", "budget"])
-            draft.errors.append(PlanError(keyword, name, "is an unknown setting of recomputation", action))
-        elif name != "budget":
-            draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
-        if name in ("budget", "every_n") and is_asked and "policy" not in given:
-            draft.ask("activation.policy", value, f"{keyword}.{name}", meaning=name)
+    is_asked = "budget" in given and _set_budget(draft, given["budget"], budget_keyword)
+    settings = {name: value for name, value in given.items() if name != "budget"}
+    fields = {name: f"activation.{name}" for name in FIELDS["activation"]}
+    draft.ask_each(keyword, settings, fields, "recomputation", known=["policy", "every_n", "budget"])
+    for name in given:
+        if (name == "every_n" or (name == "budget" and is_asked)) and "policy" not in given:
+            draft.ask("activation.policy", given[name], f"{keyword}.{name}", meaning=name)
 
 
 def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
     """Set the budget from text (bytes, a percentage or a fraction) or from a number. Return False if the value is
     invalid."""
-    value = given
-    if isinstance(given, str):
-        try:
-            value = _share(given) or parse_bytes(keyword, given)
-        except RoomierError as error:
-            draft.errors.append(PlanError(keyword, given, error.problem, error.action))
-            return False
+    value = (_share(given) if isinstance(given, str) else None) or draft.bytes_of(keyword, given)
+    if value is None and isinstance(given, str):
+        return False
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     is_fraction = number <= 1
     if 1 < number < MIN_BUDGET_BYTES:
@@ -288,16 +301,6 @@ def _share(text: str) -> float | None:
     return share if percent or share <= 1 else None
 
 
-def _set_compile(draft: _Draft, given: Mapping[str, object]) -> None:
-    draft.ask("compile.enabled", given, "compile", meaning=True)
-    for name, value in given.items():
-        if name in ("backend", "mode"):
-            draft.ask(f"compile.{name}", value, f"compile.{name}")
-        else:
-            action = did_you_mean(str(name), ["backend", "mode"])
-            draft.errors.append(PlanError("compile", name, "is an unknown compilation setting", action))
-
-
 def _set_lever(draft: _Draft, lever: Lever, given: object) -> None:
     if lever.number and isinstance(given, Real) and not isinstance(given, bool):
         draft.ask(lever.field, given, lever.keyword, meaning=lever.on)
@@ -306,33 +309,14 @@ def _set_lever(draft: _Draft, lever: Lever, given: object) -> None:
         draft.ask(lever.field, given, lever.keyword, meaning=lever.on if given is True else given)
 
 
-def _set_memory(draft: _Draft, given: object) -> None:
-    value = given
-    if isinstance(given, str):
-        try:
-            value = parse_bytes("memory_budget", given)
-        except RoomierError as error:
-            draft.errors.append(PlanError("memory_budget", given, error.problem, error.action))
-            return
-    draft.ask("choice.memory_budget_bytes", given, "memory_budget", meaning=value)
-
-
 def _set_adapter(draft: _Draft, given: object) -> None:
     if not isinstance(given, Mapping):
         if given is not None:
             draft.ask("adapter.lora_rank", given, "lora")
         return
-    fields = {name: f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets", "trained")} | {
-        "base": "frozen_base"
-    }
+    fields = {name: f"adapter.lora_{name}" for name in ("rank", "alpha", "dropout", "targets", "trained")}
+    fields["base"] = "adapter.frozen_base"
     if given.keys() <= fields.keys() and given.get("rank") is None:
         draft.errors.append(PlanError("lora", given, "must contain a rank", "Set it, as in {'rank': 8}, or use None"))
         return
-    for name, value in given.items():
-        if name not in fields:
-            action = did_you_mean(str(name), fields)
-            draft.errors.append(PlanError("lora", name, "is an unknown setting of adapters", action))
-            continue
-        is_list = name in ("targets", "trained") and isinstance(value, (list, tuple))
-        meaning = ",".join(map(str, value)) if is_list else value
-        draft.ask(f"adapter.{fields[name]}", value, f"lora.{name}", meaning=meaning)
+    draft.ask_each("lora", given, fields, "adapters")

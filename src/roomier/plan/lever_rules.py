@@ -1,12 +1,16 @@
-"""Rules for levers: combinations that cannot work, and combinations that save no memory."""
+"""Rules for levers and offloading: combinations that cannot work, that save no memory, or that have no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from roomier.core.errors import PlanError
+from roomier.core.log import notice
 from roomier.plan.choices import OPTIMIZERS, POLICIES, ImportedChoice
-from roomier.plan.parts import PlanParts
+from roomier.plan.levers import lever_that_frees_gradients, set_fields
+from roomier.plan.parts import FIELDS, AnyPlan, OffloadPlan, PlanParts
 
 
 def rounding_in_force(plan: PlanParts) -> str | None:
@@ -31,13 +35,11 @@ def has_two_backwards(plan: PlanParts) -> bool:
 def recompute_settings_have_their_policy(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of a different policy, a missing budget, and two budgets (in bytes and as a fraction)."""
     activation = plan.activation
-    owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
-    for name, policy in owners.items():
-        value = getattr(activation, name)
-        if value is not None and activation.policy != policy:
+    owners = {"every_n": "activation.every_n", "budget": "activation.budget_bytes activation.budget_fraction"}
+    for policy, fields in owners.items():
+        if activation.policy != policy:
             action = f"Set activation.policy to {policy!r}, or remove it"
-            problem = f"has no effect with policy {activation.policy!r}"
-            yield PlanError(f"activation.{name}", value, problem, action)
+            yield from set_fields(plan, fields, f"has no effect with policy {activation.policy!r}", action)
     if activation.policy != "budget":
         return
     given = [name for name in ("budget_bytes", "budget_fraction") if getattr(activation, name) is not None]
@@ -77,34 +79,23 @@ def budget_can_be_measured(plan: PlanParts) -> Iterator[PlanError]:
 def settings_have_their_lever(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of the compiler or the chunked loss that have no effect."""
     compile = plan.compile
-    for name in ("backend", "mode"):
-        if getattr(compile, name) is not None and not compile.enabled:
-            problem = "has no effect if compile.enabled is False"
-            yield PlanError(f"compile.{name}", getattr(compile, name), problem, "Set compile.enabled to True")
+    if not compile.enabled:
+        problem = "has no effect if compile.enabled is False"
+        yield from set_fields(plan, "compile.backend compile.mode", problem, "Set compile.enabled to True")
     if compile.mode is not None and compile.backend not in (None, "inductor"):
         problem = f"is a setting of the backend 'inductor', not of {compile.backend!r}"
         yield PlanError("compile.mode", compile.mode, problem, "Remove the mode or the backend")
-    if plan.loss.chunk_tokens is not None and not plan.loss.chunked:
-        problem = "has no effect if loss.chunked is False"
-        yield PlanError("loss.chunk_tokens", plan.loss.chunk_tokens, problem, "Set loss.chunked to True, or remove it")
+    if not plan.loss.chunked:
+        action = "Set loss.chunked to True, or remove it"
+        yield from set_fields(plan, "loss.chunk_tokens", "has no effect if loss.chunked is False", action)
 
 
 def adapter_settings_have_adapters(plan: PlanParts) -> Iterator[PlanError]:
     """Reject adapter settings if ``lora_rank`` is None."""
-    adapter = plan.adapter
-    if adapter.lora_rank is not None:
-        return
-    settings = {
-        "lora_alpha": None,
-        "lora_dropout": 0.0,
-        "lora_targets": "blocks",
-        "lora_trained": "",
-        "frozen_base": "as_is",
-    }
-    for name, default in settings.items():
-        if getattr(adapter, name) != default:
-            action = "Set lora_rank, for example to 8, or remove it"
-            yield PlanError(f"adapter.{name}", getattr(adapter, name), "has no effect without lora_rank", action)
+    if plan.adapter.lora_rank is None:
+        fields = " ".join(f"adapter.{name}" for name in FIELDS["adapter"])
+        action = "Set lora_rank, for example to 8, or remove it"
+        yield from set_fields(plan, fields, "has no effect without lora_rank", action)
 
 
 def rounding_is_of_bf16_weights(plan: PlanParts) -> Iterator[PlanError]:
@@ -113,15 +104,12 @@ def rounding_is_of_bf16_weights(plan: PlanParts) -> Iterator[PlanError]:
     optimizer, mode = plan.optimizer, plan.precision.mode
     rounding = optimizer.weight_rounding
     if mode != "bf16-true":
-        if rounding is not None:
-            problem = f"has no effect with precision {mode!r}, whose weights are not bfloat16"
-            yield PlanError("optimizer.weight_rounding", rounding, problem, "Remove it, or use 'bf16-true'")
-        return
-    if optimizer.name is None:
-        if rounding is not None:
-            problem = "has no effect on an optimizer that the module creates"
-            action = f"Set optimizer.name to one of {', '.join(name for name in OPTIMIZERS if keeps_low_bits(name))}"
-            yield PlanError("optimizer.weight_rounding", rounding, problem, action)
+        problem = f"has no effect with precision {mode!r}, whose weights are not bfloat16"
+        yield from set_fields(plan, "optimizer.weight_rounding", problem, "Remove it, or use 'bf16-true'")
+    elif optimizer.name is None:
+        problem = "has no effect on an optimizer that the module creates"
+        action = f"Set optimizer.name to one of {', '.join(name for name in OPTIMIZERS if keeps_low_bits(name))}"
+        yield from set_fields(plan, "optimizer.weight_rounding", problem, action)
     elif not keeps_low_bits(optimizer.name) and rounding != "nearest":
         problem = f"loses small updates of bfloat16 weights with optimizer {optimizer.name!r}"
         action = (
@@ -209,6 +197,126 @@ def unused_parameters_are_known_before_updates(plan: PlanParts) -> Iterator[Plan
             yield PlanError(field, value, problem, f"{way}, or remove find_unused_parameters")
 
 
+_STATES = "offload.optimizer_states"
+_PARAMETERS = "offload.parameters"
+
+
+def without_host_tiers(plan: AnyPlan, device_type: str) -> AnyPlan:
+    """Return ``plan`` without offloading of parameters and optimizer states to host memory if the device is a CPU.
+
+    On a CPU, these tensors are already in host memory. A script that offloads them from a GPU can therefore be
+    tried on a machine without a GPU: roomier prints a notice, and the returned Plan shows that they are not offloaded.
+
+    Args:
+        plan: requested plan.
+        device_type: type of the device, such as ``"cpu"``.
+    """
+    names = [name for name in ("optimizer_states", "parameters") if getattr(plan.offload, name) == "cpu"]
+    if device_type != "cpu" or not names:
+        return plan
+    fields = " and ".join(f"offload.{name}='cpu'" for name in names)
+    notice(f"{fields}: on a CPU, these tensors are already in host memory, so they are not offloaded")
+    changes: dict[str, Any] = dict.fromkeys(names, "none")
+    if "optimizer_states" in names:
+        changes["share"] = OffloadPlan.share
+    if "disk" not in (plan.offload.optimizer_states, plan.offload.parameters):
+        changes["update"] = OffloadPlan.update
+    return replace(plan, offload=replace(plan.offload, **changes))
+
+
+def update_mode(plan: PlanParts) -> str:
+    """Return the update mode of a plan that offloads optimizer states or parameters. ``"auto"`` selects a mode as
+    follows.
+
+    Speculative updates transfer the states during the entire step. However, speculative updates require twice the
+    space, also write the weights, and must be repeated if gradients are clipped. Speculative updates are selected if
+    they are supported and the tier is a disk, because transfers to a disk take the longest time. Updates are plain if
+    unused parameters are known only after backward. Otherwise, updates are deferred.
+    """
+    if plan.offload.update != "auto":
+        return plan.offload.update
+    if plan.parallel.may_skip_units:
+        return "plain"
+    clips_elements = plan.batch.gradient_clip_val is not None and not plan.batch.clips_norm
+    waits = plan.parallel.strategy == "ddp" or plan.precision.mode == "16-mixed" or clips_elements
+    waits = waits or plan.offload.parameters != "none"
+    return "deferred" if waits or plan.offload.optimizer_states == "cpu" else "speculative"
+
+
+def offload_settings_have_a_tier(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject settings of a tier that the plan does not use."""
+    offload = plan.offload
+    if not offload.uses_disk:
+        action = "Remove it, or set a tier to 'disk', as in offload={'optimizer_states': 'disk'}"
+        yield from set_fields(plan, "offload.folder", "has no effect without a tier on disk", action)
+    elif offload.folder == "":
+        yield PlanError("offload.folder", "", "must be the path of a folder", "Set a path, or None")
+    action = "Remove it, or set offload.optimizer_states to 'cpu' or 'disk'"
+    if offload.optimizer_states == "none":
+        problem = "has no effect if the optimizer states are not offloaded"
+        yield from set_fields(plan, "offload.share", problem, action)
+    if offload.optimizer_states != "disk":
+        problem = "has no effect if the optimizer states are not on disk"
+        yield from set_fields(plan, "offload.buffers", problem, "Remove it, or set offload.optimizer_states to 'disk'")
+    if offload.optimizer_states == offload.parameters == "none":
+        problem = "has no effect if neither optimizer states nor parameters are offloaded"
+        yield from set_fields(plan, "offload.update", problem, action)
+
+
+def parameters_are_sharded_or_single(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject offloaded parameters with strategies that keep all parameters on each rank, with quantized frozen weights,
+    and with compiled blocks."""
+    tier, strategy = plan.offload.parameters, plan.parallel.strategy
+    if tier == "none":
+        return
+    if strategy in ("ddp", "zero1", "zero2"):
+        why = "which keeps all parameters on each rank in a step"
+        problem = f"is not supported with strategy {strategy!r}, {why}"
+        yield PlanError(_PARAMETERS, tier, problem, "Use strategy='zero3', which shards them too")
+    if plan.adapter.frozen_base != "as_is":
+        problem = "is not supported with quantized frozen weights, which replace the parameters"
+        yield PlanError(_PARAMETERS, tier, problem, "Use adapter.frozen_base='as_is'")
+    if plan.compile.enabled:
+        problem = "is not supported with compile=True, because compiled blocks keep references to their parameters"
+        action = f"Use compile=False, or offload={{'optimizer_states': {tier!r}}}"
+        yield PlanError(_PARAMETERS, tier, problem, action)
+
+
+def offloaded_updates_have_their_optimizer(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject offloading with 1-bit Adam, which updates all parameters together, and with levers that update in
+    backward."""
+    offload, lever = plan.offload, lever_that_frees_gradients(plan)
+    field = _STATES if offload.optimizer_states != "none" else _PARAMETERS
+    tier = getattr(offload, field.partition(".")[2])
+    if tier == "none":
+        return
+    if plan.optimizer.name == "onebit_adam":
+        problem = "is not supported with optimizer 'onebit_adam', which updates all parameters together"
+        yield PlanError(field, tier, problem, "Use optimizer='adamw', whose states can be offloaded")
+    if lever is not None:
+        problem = "is not supported with offloaded optimizer states or parameters, whose updates wait for the tier"
+        action = f"Set {lever.keyword}=False"
+        if offload.parameters == "none" and plan.parallel.strategy != "ddp" and plan.precision.mode != "16-mixed":
+            action += ", and use offload={..., 'update': 'speculative'}, which also updates in backward"
+        yield PlanError(lever.field, lever.value(plan), problem, action)
+
+
+def speculation_has_reduced_gradients(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject speculative updates if a gradient is not complete or can be infinite when a block finishes backward."""
+    if plan.offload.update != "speculative":
+        return
+    action = "Use 'deferred', which updates each block before its next forward pass"
+    if plan.offload.parameters != "none":
+        problem = "is not supported with offloaded parameters, whose gradients leave the device in backward"
+        yield PlanError("offload.update", "speculative", problem, action)
+    if plan.parallel.strategy == "ddp":
+        problem = "is not supported with strategy 'ddp', which reduces gradients in buckets that span blocks"
+        yield PlanError("offload.update", "speculative", problem, action)
+    if plan.precision.mode == "16-mixed":
+        problem = "is not supported with precision '16-mixed', in which gradients are scaled and can be infinite"
+        yield PlanError("offload.update", "speculative", problem, action)
+
+
 LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
     imported_policy_is_alone,
@@ -221,4 +329,8 @@ LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     unused_parameters_are_known_before_updates,
     quantized_base_is_unsharded,
     kernel_is_of_the_device,
+    offload_settings_have_a_tier,
+    parameters_are_sharded_or_single,
+    offloaded_updates_have_their_optimizer,
+    speculation_has_reduced_gradients,
 ]

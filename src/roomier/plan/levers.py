@@ -4,11 +4,12 @@ The planner, the printed plan and the messages read the rows of :data:`LEVERS` a
 levers. ``CONTRIBUTING.md`` describes how to add a lever.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roomier.plan.choices import CHOICES, SWITCHES, Choice, Kind
+from roomier.core.errors import PlanError
+from roomier.plan.choices import Choice, Kind, choice_of
 from roomier.plan.parts import PARTS, AnyPlan, PlanParts
 
 
@@ -55,11 +56,11 @@ class Lever:
 
     def choice(self, value: Any) -> Choice:
         """Return the label and the remark of the choice ``value``."""
-        return CHOICES[self.field][value] if self.field in CHOICES else SWITCHES[self.field]
+        return choice_of(self.field, value)
 
     def value(self, plan: PlanParts) -> Any:
         """Return the value of the field in ``plan``."""
-        return _read(plan, self.field)
+        return read(plan, self.field)
 
     def is_used(self, plan: PlanParts) -> bool:
         """Return True if ``plan`` uses the lever."""
@@ -67,7 +68,7 @@ class Lever:
 
     def as_keyword(self, plan: PlanParts) -> Any:
         """Return the keyword's value for the settings in ``plan``. The plan must use the lever."""
-        number = _read(plan, self.number) if self.number else None
+        number = read(plan, self.number) if self.number else None
         if number is not None:
             return number
         value = self.value(plan)
@@ -132,11 +133,19 @@ def without(plan: AnyPlan, levers: Sequence[Lever] = LEVERS) -> AnyPlan:
     return plan
 
 
-def _read(plan: PlanParts, field: str) -> Any:
+def read(plan: PlanParts, field: str) -> Any:
     section, _, name = field.partition(".")
     return getattr(getattr(plan, section), name)
 
 
 def _default(field: str) -> Any:
     section, _, name = field.partition(".")
-    return PARTS[section].__dataclass_fields__[name].default
+    return getattr(PARTS[section](), name)
+
+
+def set_fields(plan: PlanParts, fields: str, problem: str, action: str) -> Iterator[PlanError]:
+    """Yield an error for each of ``fields``, separated by spaces, whose value in ``plan`` differs from its default."""
+    for field in fields.split():
+        value = read(plan, field)
+        if value != _default(field):
+            yield PlanError(field, value, problem, action)

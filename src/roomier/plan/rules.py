@@ -15,8 +15,7 @@ from roomier.core.errors import CombinedError, PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.levers import BY_PERMISSION
-from roomier.plan.offload_rules import offloading_is_supported
+from roomier.plan.levers import BY_PERMISSION, set_fields
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options, PlanParts
 
 Rule = Callable[[PlanParts], Iterator[PlanError]]
@@ -225,12 +224,9 @@ def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a shard size that does not divide the number of ranks, and a shard size without hsdp."""
     parallel = plan.parallel
     if parallel.strategy != "hsdp":
-        if parallel.shard_size is not None:
-            action = "Use strategy='hsdp', or remove shard_size"
-            problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
-            yield PlanError("parallel.shard_size", parallel.shard_size, problem, action)
-        return
-    if parallel.num_shards > 0 and parallel.num_ranks % parallel.num_shards:  # devices=0 has its own error
+        problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
+        yield from set_fields(plan, "parallel.shard_size", problem, "Use strategy='hsdp', or remove shard_size")
+    elif parallel.num_shards > 0 and parallel.num_ranks % parallel.num_shards:  # devices=0 has its own error
         fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
         problem = f"must divide the number of ranks ({parallel.num_ranks})"
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
@@ -248,14 +244,14 @@ def communication_fits_the_strategy(plan: PlanParts) -> Iterator[PlanError]:
     """Reject gradient compression with strategies other than ddp, because other strategies use different collectives.
     Also reject sequential communication with strategies that do not shard parameters."""
     parallel = plan.parallel
-    if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
+    if parallel.strategy != "ddp":
         problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
         action = "Use strategy='ddp', or replace gradient_compression by reduce_dtype='bf16', which halves the traffic"
-        yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
-    if parallel.communication != "overlapped" and parallel.strategy in ("single", "ddp"):
+        yield from set_fields(plan, "parallel.gradient_compression", problem, action)
+    if parallel.strategy in ("single", "ddp"):
         problem = f"is supported only if the model is sharded, not with strategy {parallel.strategy!r}"
         action = "Use strategy='zero3', or remove communication"
-        yield PlanError("parallel.communication", parallel.communication, problem, action)
+        yield from set_fields(plan, "parallel.communication", problem, action)
 
 
 def compression_settings_are_complete(plan: PlanParts) -> Iterator[PlanError]:
@@ -263,43 +259,35 @@ def compression_settings_are_complete(plan: PlanParts) -> Iterator[PlanError]:
     gradients can be infinite."""
     parallel = plan.parallel
     if parallel.gradient_compression == "none":
-        for name in ("compression_rank", "compression_warmup_steps"):
-            if getattr(parallel, name) is not None:
-                problem = "has no effect with gradient_compression 'none'"
-                action = "Remove it, or set gradient_compression='powersgd'"
-                yield PlanError(f"parallel.{name}", getattr(parallel, name), problem, action)
+        fields, problem = "parallel.compression_rank parallel.compression_warmup_steps", "has no effect with"
+        action = "Remove it, or set gradient_compression='powersgd'"
+        yield from set_fields(plan, fields, f"{problem} gradient_compression 'none'", action)
         return
     if plan.precision.mode == "16-mixed":
         problem = "is not supported with precision '16-mixed', in which gradients can be infinite"
         action = "Use precision='bf16-mixed', or set gradient_compression='none'"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
-    if parallel.reduce_dtype != "32":
-        problem = "has no effect with gradient_compression, which sends its factors in the dtype of the weights"
-        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Remove one of the two settings")
+    problem = "has no effect with gradient_compression, which sends its factors in the dtype of the weights"
+    yield from set_fields(plan, "parallel.reduce_dtype", problem, "Remove one of the two settings")
 
 
 def onebit_adam_sends_for_itself(plan: PlanParts) -> Iterator[PlanError]:
     """With 1-bit Adam, reject settings that change the gradients of a rank or that require reduced gradients."""
     if plan.optimizer.name != "onebit_adam":
         return
-    parallel, batch = plan.parallel, plan.batch
+    parallel = plan.parallel
     if parallel.strategy not in ("ddp", "zero1", "auto"):
         action = "Use strategy='ddp' or 'zero1', or use optimizer='adamw'"
         problem = "is not supported with optimizer 'onebit_adam', which requires unsharded weights and gradients"
         yield PlanError("parallel.strategy", parallel.strategy, problem, action)
-    if parallel.gradient_compression != "none":
-        problem = (
-            "is not supported with optimizer 'onebit_adam', which sends signs of the momentum instead of gradients"
-        )
-        action = "Set gradient_compression='none', or use optimizer='adamw'"
-        yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
-    if parallel.reduce_dtype != "32":
-        problem = "is not supported with optimizer 'onebit_adam', which sends float32 until the variance is frozen"
-        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Set reduce_dtype='32'")
-    if batch.gradient_clip_val is not None:
-        problem = "is not supported with optimizer 'onebit_adam', because no rank has the gradient of the full batch"
-        action = "Set gradient_clip_val=None, or use optimizer='adamw'"
-        yield PlanError("batch.gradient_clip_val", batch.gradient_clip_val, problem, action)
+    problem = "is not supported with optimizer 'onebit_adam', which sends signs of the momentum instead of gradients"
+    action = "Set gradient_compression='none', or use optimizer='adamw'"
+    yield from set_fields(plan, "parallel.gradient_compression", problem, action)
+    problem = "is not supported with optimizer 'onebit_adam', which sends float32 until the variance is frozen"
+    yield from set_fields(plan, "parallel.reduce_dtype", problem, "Set reduce_dtype='32'")
+    problem = "is not supported with optimizer 'onebit_adam', because no rank has the gradient of the full batch"
+    action = "Set gradient_clip_val=None, or use optimizer='adamw'"
+    yield from set_fields(plan, "batch.gradient_clip_val", problem, action)
     if plan.precision.mode == "16-mixed":
         problem = (
             "is not supported with optimizer 'onebit_adam', because the ranks would diverge if one rank skipped a step"
@@ -317,38 +305,30 @@ def float64_needs_hardware(plan: PlanParts) -> Iterator[PlanError]:
 
 def clipping_has_a_bound(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a clipping algorithm other than the default if clipping is disabled."""
-    batch = plan.batch
-    if batch.gradient_clip_val is None and batch.gradient_clip_algorithm != "norm":
-        action = "Set gradient_clip_val, for example to 1.0"
-        problem = "has no effect if gradient_clip_val is None"
-        yield PlanError("batch.gradient_clip_algorithm", batch.gradient_clip_algorithm, problem, action)
+    if plan.batch.gradient_clip_val is None:
+        problem, action = "has no effect if gradient_clip_val is None", "Set gradient_clip_val, for example to 1.0"
+        yield from set_fields(plan, "batch.gradient_clip_algorithm", problem, action)
 
 
 def optimizer_settings_have_an_optimizer(plan: PlanParts) -> Iterator[PlanError]:
     """Reject optimizer settings if the plan names no optimizer, because the module then creates its own optimizer."""
-    optimizer = plan.optimizer
-    if optimizer.name is not None:
-        return
-    action = "Set optimizer.name, for example to 'adamw', or set this value in configure_optimizers"
-    for name in ("lr", "weight_decay", "options", "schedule"):
-        value = getattr(optimizer, name)
-        if value is not None and value != Options():
-            yield PlanError(f"optimizer.{name}", value, "has no effect without optimizer.name", action)
+    if plan.optimizer.name is None:
+        fields = "optimizer.lr optimizer.weight_decay optimizer.options optimizer.schedule"
+        action = "Set optimizer.name, for example to 'adamw', or set this value in configure_optimizers"
+        yield from set_fields(plan, fields, "has no effect without optimizer.name", action)
 
 
 def schedule_settings_have_a_schedule(plan: PlanParts) -> Iterator[PlanError]:
     """Reject schedule settings if no schedule is named, or if the named schedule does not use them."""
     optimizer = plan.optimizer
-    if optimizer.warmup_steps > 0 and optimizer.schedule is None:
+    if optimizer.schedule is None:
         action = "Set a schedule: 'constant', 'linear' or 'cosine'"
-        yield PlanError("optimizer.warmup_steps", optimizer.warmup_steps, "has no effect without a schedule", action)
-    if optimizer.log_warmup and optimizer.warmup_steps == 0:
-        yield PlanError("optimizer.log_warmup", True, "has no effect without a warm-up", "Set warmup_steps")
-    for name, default in (("min_lr_ratio", 0), ("decay_steps", None)):
-        value = getattr(optimizer, name)
-        if value != default and optimizer.schedule in (None, "constant"):
-            action = "Use the schedule 'linear' or 'cosine'"
-            yield PlanError(f"optimizer.{name}", value, f"has no effect with schedule {optimizer.schedule!r}", action)
+        yield from set_fields(plan, "optimizer.warmup_steps", "has no effect without a schedule", action)
+    if optimizer.warmup_steps == 0:
+        yield from set_fields(plan, "optimizer.log_warmup", "has no effect without a warm-up", "Set warmup_steps")
+    if optimizer.schedule in (None, "constant"):
+        fields, action = "optimizer.min_lr_ratio optimizer.decay_steps", "Use the schedule 'linear' or 'cosine'"
+        yield from set_fields(plan, fields, f"has no effect with schedule {optimizer.schedule!r}", action)
     if optimizer.decay_steps is not None and optimizer.decay_steps < optimizer.warmup_steps:
         problem = f"must be at least the number of warm-up steps ({optimizer.warmup_steps})"
         action = "decay_steps includes the warm-up. Increase decay_steps, or decrease warmup_steps"
@@ -384,5 +364,4 @@ RULES: list[Rule] = [
     schedule_settings_have_a_schedule,
     allowances_are_of_auto,
     *LEVER_RULES,
-    offloading_is_supported,
 ]

@@ -5,16 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from roomier.core.units import format_bytes
-from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
-from roomier.plan.lever_rules import rounding_in_force
-from roomier.plan.levers import used_levers
-from roomier.plan.offload_rules import update_mode
+from roomier.plan.choices import Kind, choice_of
+from roomier.plan.lever_rules import rounding_in_force, update_mode
+from roomier.plan.levers import read, used_levers
 from roomier.plan.parts import OffloadPlan, PlanParts
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from roomier.plan.parts import ActivationPlan, CompilePlan, ParallelPlan
 
 _NUM_COLUMNS = 100
 _PART_COLUMNS = 16
@@ -42,18 +39,17 @@ HEADER = ("part", "choice", "kind", "note")
 
 def rows(plan: PlanParts, facts: Mapping[str, str] | None = None) -> list[Row]:
     """Return the lines of the table in the order of the Plan, followed by ``facts``, which have no label."""
-    parallel, precision = plan.parallel, plan.precision
     return [
-        *_strategy_rows(parallel),
-        Row("accelerator", parallel.accelerator, *_label("parallel.accelerator", parallel.accelerator)),
+        *_strategy_rows(plan),
+        _row(plan, "accelerator", "parallel.accelerator"),
         *_precision_rows(plan),
-        Row("matmul", precision.matmul, *_label("precision.matmul", precision.matmul)),
+        _row(plan, "matmul", "precision.matmul"),
         *_batch_rows(plan),
         *_optimizer_rows(plan),
-        *_activation_rows(plan.activation),
+        _activation_row(plan),
         *_offload_rows(plan),
         *_lever_rows(plan),
-        _compile_row(plan.compile),
+        _compile_row(plan),
         *_choice_rows(plan),
         *(Row(name, text) for name, text in (facts or {}).items()),
     ]
@@ -102,44 +98,40 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _label(field: str, value: str) -> tuple[Kind | None, str]:
-    return kind_of(field, value), note_of(field, value)
+def _row(plan: PlanParts, part: str, field: str, words: str | None = None) -> Row:
+    """Return the row for a field of ``plan``, with its value or ``words`` as the choice."""
+    value = read(plan, field)
+    choice = choice_of(field, value)
+    return Row(part, str(value) if words is None else words, choice.kind, choice.note)
 
 
-def _switch_label(field: str) -> tuple[Kind | None, str]:
-    return SWITCHES[field].kind, SWITCHES[field].note
-
-
-def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
+def _strategy_rows(plan: PlanParts) -> Iterator[Row]:
+    parallel = plan.parallel
     ranks = f" on {parallel.num_ranks} ranks" if parallel.strategy != "single" else ""
     groups = f" in groups of {parallel.num_shards}" if parallel.strategy == "hsdp" else ""
-    choice = f"{parallel.strategy}{ranks}{groups}"
-    yield Row("strategy", choice, *_label("parallel.strategy", parallel.strategy))
+    yield _row(plan, "strategy", "parallel.strategy", f"{parallel.strategy}{ranks}{groups}")
     if parallel.strategy != "single":
-        yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
+        yield _row(plan, "reduce", "parallel.reduce_dtype")
     if parallel.communication != "overlapped":
-        label = _label("parallel.communication", parallel.communication)
-        yield Row("communication", parallel.communication, *label)
+        yield _row(plan, "communication", "parallel.communication")
     if parallel.find_unused_parameters:
-        yield Row("unused", "supported", *_switch_label("parallel.find_unused_parameters"))
+        yield _row(plan, "unused", "parallel.find_unused_parameters", "supported")
     if parallel.gradient_compression != "none":
-        compression = parallel.gradient_compression
         settings = {"rank": parallel.compression_rank, "warm-up": parallel.compression_warmup_steps}
-        words = " ".join([compression, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
-        yield Row("compression", words, *_label("parallel.gradient_compression", compression))
+        given = [f"{name}={value}" for name, value in settings.items() if value is not None]
+        words = " ".join([parallel.gradient_compression, *given])
+        yield _row(plan, "compression", "parallel.gradient_compression", words)
 
 
 def _precision_rows(plan: PlanParts) -> Iterator[Row]:
-    mode, rounding = plan.precision.mode, rounding_in_force(plan)
+    rounding = rounding_in_force(plan)
     if rounding is None:
-        yield Row("precision", mode, *_label("precision.mode", mode))
+        yield _row(plan, "precision", "precision.mode")
         return
-    kind, note = _label("optimizer.weight_rounding", rounding)
-    computed = "everything is computed in bfloat16"
-    yield Row(
-        "precision", mode, Kind.NEAR, computed + ("; the low bits of weights are stored" if kind is Kind.EXACT else "")
-    )
-    yield Row("weights", rounding, kind, note)
+    stored = choice_of("optimizer.weight_rounding", rounding)
+    bits = "; the low bits of weights are stored" if stored.kind is Kind.EXACT else ""
+    yield Row("precision", plan.precision.mode, Kind.NEAR, f"everything is computed in bfloat16{bits}")
+    yield Row("weights", rounding, stored.kind, stored.note)
 
 
 def _batch_rows(plan: PlanParts) -> Iterator[Row]:
@@ -147,40 +139,38 @@ def _batch_rows(plan: PlanParts) -> Iterator[Row]:
     if batch.accumulate_grad_batches == 1:
         yield Row("accumulate", "none", Kind.EXACT)
     else:
-        choice = f"{batch.accumulate_grad_batches} micro-batches"
-        yield Row("accumulate", choice, *_switch_label("batch.accumulate_grad_batches"))
+        words = f"{batch.accumulate_grad_batches} micro-batches"
+        yield _row(plan, "accumulate", "batch.accumulate_grad_batches", words)
     if batch.gradient_clip_val is None:
         yield Row("clip", "none", Kind.EXACT)
     else:
-        algorithm = batch.gradient_clip_algorithm
-        choice = f"{algorithm} at most {batch.gradient_clip_val!r}"
-        yield Row("clip", choice, *_label("batch.gradient_clip_algorithm", algorithm))
+        words = f"{batch.gradient_clip_algorithm} at most {batch.gradient_clip_val!r}"
+        yield _row(plan, "clip", "batch.gradient_clip_algorithm", words)
 
 
-def _activation_rows(activation: "ActivationPlan") -> Iterator[Row]:
+def _activation_row(plan: PlanParts) -> Row:
+    activation = plan.activation
     settings = {
         "every_n": f" with n = {activation.every_n or 2}",
         "budget": f" of {format_bytes(activation.budget_bytes)}"
         if activation.budget_bytes is not None
         else f", fraction {activation.budget_fraction}",
     }
-    choice = activation.policy + settings.get(activation.policy, "")
-    yield Row("recompute", choice, *_label("activation.policy", activation.policy))
+    return _row(plan, "recompute", "activation.policy", activation.policy + settings.get(activation.policy, ""))
 
 
-def _compile_row(compile: "CompilePlan") -> Row:
-    if not compile.enabled:
+def _compile_row(plan: PlanParts) -> Row:
+    if not plan.compile.enabled:
         return Row("compile", "off", Kind.EXACT)
-    settings = ", ".join(each for each in (compile.backend, compile.mode) if each is not None)
-    return Row("compile", settings or "on", *_switch_label("compile.enabled"))
+    settings = ", ".join(each for each in (plan.compile.backend, plan.compile.mode) if each is not None)
+    return _row(plan, "compile", "compile.enabled", settings or "on")
 
 
 def _choice_rows(plan: PlanParts) -> Iterator[Row]:
     choice = plan.choice
     if choice.memory_budget_bytes is not None:
-        yield Row(
-            "memory budget", format_bytes(choice.memory_budget_bytes), *_switch_label("choice.memory_budget_bytes")
-        )
+        budget = format_bytes(choice.memory_budget_bytes)
+        yield _row(plan, "memory budget", "choice.memory_budget_bytes", budget)
     if choice.words:
         yield Row("auto may use", ", ".join(choice.words), None, "in addition to exact choices and strategies")
 
@@ -188,17 +178,16 @@ def _choice_rows(plan: PlanParts) -> Iterator[Row]:
 def _lever_rows(plan: PlanParts) -> Iterator[Row]:
     """Yield rows for options that most plans do not use."""
     for lever in used_levers(plan):
-        choice = lever.choice(lever.value(plan))
-        yield Row(lever.row, lever.text(plan), choice.kind, choice.note)
+        yield _row(plan, lever.row, lever.field, lever.text(plan))
     if plan.attention.kernel != "auto":
-        yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
+        yield _row(plan, "attention", "attention.kernel")
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         words = f"LoRA, rank {adapter.lora_rank}, on {adapter.lora_targets}"
         trained = f" except {adapter.lora_trained}" if adapter.lora_trained else ""
         note = f"all other parameters{trained} are frozen"
-        yield Row("adapter", words, _switch_label("adapter.lora_rank")[0], note)
-        yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
+        yield Row("adapter", words, Kind.EXACT, note)
+        yield _row(plan, "frozen base", "adapter.frozen_base")
 
 
 def _offload_rows(plan: PlanParts) -> Iterator[Row]:
@@ -209,13 +198,13 @@ def _offload_rows(plan: PlanParts) -> Iterator[Row]:
         part = f", {100 * offload.share:g} %" if name == "optimizer_states" and offload.share != 1 else ""
         if name == "optimizer_states" and offload.buffers != OffloadPlan.buffers:
             part += f", {offload.buffers} buffers" if offload.buffers > 1 else ", 1 buffer"
-        yield Row("offload", f"{name} to {tier}{part}", *_label(f"offload.{name}", tier))
+        yield _row(plan, "offload", f"offload.{name}", f"{name} to {tier}{part}")
     if not moved:
-        yield Row("offload", "none", *_label("offload.optimizer_states", "none"))
+        yield _row(plan, "offload", "offload.optimizer_states")
     if offload.optimizer_states != "none" or offload.parameters != "none":
         mode = offload.update if plan.parallel.strategy == "auto" else update_mode(plan)
-        words = mode if mode == offload.update else f"{mode} (auto)"
-        yield Row("update", words, *_label("offload.update", mode))
+        words, choice = mode if mode == offload.update else f"{mode} (auto)", choice_of("offload.update", mode)
+        yield Row("update", words, choice.kind, choice.note)
     if offload.folder is not None:
         yield Row("folder", offload.folder, None, "files of the disk tier")
 
@@ -228,14 +217,15 @@ def _optimizer_rows(plan: PlanParts) -> Iterator[Row]:
     settings = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     given = {name: value for name, value in settings.items() if value is not None} | dict(optimizer.options)
     words = " ".join([optimizer.name, *(f"{name}={value!r}" for name, value in given.items())])
-    kind, note = _label("optimizer.name", optimizer.name)
+    choice = choice_of("optimizer.name", optimizer.name)
+    note = choice.note
     if optimizer.name == "adamw" and rounding_in_force(plan) in ("split", "stochastic"):
         note = "AdamW, states in float32"
     left_out = [name for name, value in settings.items() if value is None]
-    yield Row("optimizer", words, kind, f"{note}; default {', '.join(left_out)}" if left_out else note)
+    yield Row("optimizer", words, choice.kind, f"{note}; default {', '.join(left_out)}" if left_out else note)
     if optimizer.schedule is not None:
         shape = " (logarithmic)" if optimizer.log_warmup else ""
         warmup = f", warm-up {optimizer.warmup_steps} steps{shape}" if optimizer.warmup_steps else ""
         end = f", to {optimizer.min_lr_ratio!r} of lr" if optimizer.schedule != "constant" else ""
         end += f" at step {optimizer.decay_steps}" if optimizer.decay_steps is not None else ""
-        yield Row("schedule", optimizer.schedule + warmup + end, *_label("optimizer.schedule", optimizer.schedule))
+        yield _row(plan, "schedule", "optimizer.schedule", optimizer.schedule + warmup + end)

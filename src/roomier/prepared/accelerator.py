@@ -27,13 +27,18 @@ from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
 from roomier.plan.migrate.accelerate import MEMBERS, PRECISIONS
 from roomier.prepared.loader import AccumulationState, PreparedLoader, prepared_loader
-from roomier.prepared.model import PreparedModel
-from roomier.prepared.optimizer import PreparedOptimizer, PreparedScheduler
-from roomier.prepared.project import last_checkpoint, next_checkpoint, project_of, remove_oldest
+from roomier.prepared.optimizer import PreparedModel, PreparedOptimizer, PreparedScheduler
 from roomier.prepared.saving import full_weights, load_loop, save_loop, write_file, write_weights
-from roomier.prepared.settings import plan_of
+from roomier.prepared.settings import (
+    NO_TRACKER,
+    Trackers,
+    last_checkpoint,
+    next_checkpoint,
+    plan_of,
+    project_of,
+    remove_oldest,
+)
 from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors, padded, part_of_rank, reduced
-from roomier.prepared.trackers import NO_TRACKER, Trackers
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.techniques.precision.policy import precision_of, set_matmul_precision
 
@@ -72,7 +77,9 @@ class Accelerator:
         plan: the Plan of the loop.
         ranks: all ranks.
         device: device of this rank.
-        project_configuration: Accelerate's ``ProjectConfiguration``, or a :class:`roomier.prepared.project.Project`.
+        even_batches: True, because all ranks read the same number of batches.
+        non_blocking: True, because copies from pinned memory do not block the host.
+        project_configuration: Accelerate's ``ProjectConfiguration``, or a :class:`roomier.prepared.settings.Project`.
             The ``iteration`` attribute of this object is the number of the next checkpoint with an automatic name.
 
     Raises:
@@ -88,6 +95,9 @@ class Accelerator:
         ...         scheduler.step()
         ...         optimizer.zero_grad()
     """
+
+    even_batches = True
+    non_blocking = True
 
     def __init__(
         self,
@@ -386,6 +396,8 @@ class Accelerator:
     def is_main_process(self) -> bool:
         """True on rank 0."""
         return self.process_index == 0
+
+    should_save_model = is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
@@ -729,9 +741,7 @@ class Accelerator:
         release_cached(self.device)
         return [None for _ in objects]
 
-    def clear(self, *objects: Any) -> list[None]:
-        """Call :meth:`free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     @property
     def mixed_precision(self) -> str:
@@ -752,21 +762,6 @@ class Accelerator:
     def state(self) -> Accelerator:
         """This Accelerator, because it has the members of Accelerate's state, such as ``num_processes``."""
         return self
-
-    @property
-    def should_save_model(self) -> bool:
-        """True on rank 0."""
-        return self.is_main_process
-
-    @property
-    def even_batches(self) -> bool:
-        """True, because all ranks read the same number of batches."""
-        return True
-
-    @property
-    def non_blocking(self) -> bool:
-        """True, because copies from pinned memory do not block the host."""
-        return True
 
     def __repr__(self) -> str:
         place = f"rank {self.process_index} of {self.num_processes} on {self.device}"

@@ -16,12 +16,10 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import Plan
-from roomier.run.accumulation import Accumulation
-from roomier.run.global_batch import GlobalBatch
+from roomier.run.accumulation import Accumulation, GlobalBatch
 from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress
-from roomier.run.states import TrainerState
+from roomier.run.progress import Progress, TrainerState
 
 if TYPE_CHECKING:
     from roomier.planner.choice import Choice

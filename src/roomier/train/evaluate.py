@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from roomier.api.hooks import step_of
 from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.api.step_arguments import step_of
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.data.turns import Turn
-from roomier.run.logged.muted import muted
-from roomier.run.logged.step_rows import StepRows
+from roomier.run.logged.results import Results
+from roomier.run.progress import RunningStage
 from roomier.run.run import Run, call
-from roomier.run.states import RunningStage
 from roomier.techniques.loss.lazy_logits import computed
-from roomier.train.batch_notes import note_text
-from roomier.train.step import transfer_of
+from roomier.train.step import note_text, transfer_of
 
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -259,3 +259,113 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+class StepRows:
+    """Rows for the values that batches of one evaluation log with ``on_step=True``: one row per batch, as in Lightning.
+
+    The rows are written at the end of the evaluation. Batches therefore do not wait for the device, and an evaluation
+    that a signal interrupts writes no rows.
+
+    Args:
+        num_batches: for each loader, the number of batches of earlier evaluations. The step of a row is the number of
+            its batch.
+    """
+
+    def __init__(self, num_batches: dict[str, int]) -> None:
+        self._num_before = num_batches
+        self._num_new: Counter[str] = Counter()
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+
+    def add(self, loader: int, values: Mapping[str, Any]) -> None:
+        """Add one batch of the loader with index ``loader``. ``values`` may be on the device, and may be empty."""
+        name = str(loader)
+        index = self._num_before.get(name, 0) + self._num_new[name]
+        self._num_new[name] += 1
+        if values:
+            self._rows.append((index, {name: _small(value) for name, value in values.items()}))
+
+    def take(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the rows at the end of the evaluation, and add its batches to ``num_batches``.
+
+        Batches before the first row of the run are not counted, so a run without rows stores no numbers.
+        """
+        for name, number in self._num_new.items() if self._rows or self._num_before else ():
+            self._num_before[name] = self._num_before.get(name, 0) + number
+        return self._rows
+
+
+def _small(value: Any) -> Any:
+    """Return ``value``, or a copy if the tensor is a view that would retain a larger tensor."""
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.element_size():
+        return value.clone()
+    return value
+
+
+Undo = Callable[[], Any]
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, frozenset)
+
+
+@contextmanager
+def muted(module: nn.Module, results: Results) -> Iterator[None]:
+    """Undo all changes that a step makes to attributes and buffers of ``module`` and its submodules, and ignore logged
+    values.
+
+    These changes include items added to lists, changes to counters, and updates of metric states.
+    """
+    undo: list[Undo] = []
+    for part in module.modules():
+        _keep(part, undo)
+    results.is_muted = True
+    try:
+        yield
+    finally:
+        results.is_muted = False
+        for each in reversed(undo):
+            each()
+
+
+def _keep(part: nn.Module, undo: list[Undo]) -> None:
+    own = vars(part)
+    for name, value in part.named_buffers(recurse=False):
+        undo.append(partial(setattr, part, name, value))
+        _keep_contents(value, undo)
+    names = [name for name in own if name not in _OF_TORCH]
+    kept = {name: own[name] for name in names if isinstance(own[name], (Tensor, list, dict, set, deque, *_PLAIN))}
+
+    def restore() -> None:
+        own.update(kept)
+        for name in [name for name in own if name not in _OF_TORCH and name not in names]:
+            del own[name]
+
+    undo.append(restore)
+    for value in kept.values():
+        _keep_contents(value, undo)
+
+
+def _keep_contents(value: Any, undo: list[Undo]) -> None:
+    if isinstance(value, Tensor):
+        copied = value.detach().clone()
+        undo.append(lambda: value.detach().copy_(copied))
+    elif isinstance(value, (list, deque)):
+        items = list(value)
+
+        def refill() -> None:
+            value.clear()
+            value.extend(items)
+
+        undo.append(refill)
+        for each in items:
+            _keep_contents(each, undo)
+    elif isinstance(value, (dict, set)):
+        content = value.copy()
+
+        def restore() -> None:
+            value.clear()
+            value.update(content)
+
+        undo.append(restore)
+        for each in content.values() if isinstance(content, dict) else ():
+            _keep_contents(each, undo)

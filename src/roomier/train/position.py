@@ -31,7 +31,7 @@ _LONG = {
     "roomier.checkpoint": "checkpoint",
     "roomier.train.saving": "checkpoint",
     "roomier.loggers": "logging",
-    "roomier.train.tuner": "tuning",
+    "roomier.trainer.tuner": "tuning",
 }
 _DATA = ("roomier.data", "torch.utils.data")
 _FIT = "roomier.train.fit"

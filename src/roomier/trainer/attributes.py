@@ -18,45 +18,54 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine
 from roomier.api.forward import ForwardModule
-from roomier.api.lightning_callbacks import is_builtin
-from roomier.api.logger import Logger
-from roomier.api.module import Module
-from roomier.api.overrides import is_one, replace_none
-from roomier.api.own_optimizer import OwnOptimizer, own_optimizer_of
+from roomier.api.lightning_module import as_module, seen_by_user
+from roomier.api.module import Module, network_of
+from roomier.api.overrides import is_builtin, is_one, replace_none
 from roomier.api.trainer_view import TrainerView
-from roomier.api.wrapped import network_of
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
-from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.launch import join
+from roomier.loggers.by_name import loggers_from_flag
 from roomier.loggers.files import FileLogger
 from roomier.plan import Plan
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.logged.results import Results
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress
+from roomier.run.progress import Progress, TrainerFn, TrainerState, TrainerStatus
 from roomier.run.run import Run, run_of
 from roomier.run.settled import Request
-from roomier.run.states import TrainerFn, TrainerState, TrainerStatus
-from roomier.techniques.optim.configured import LRSchedulerConfig
-from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
-from roomier.trainer.keywords.arguments import kind_of, ordered, with_batch_field
-from roomier.trainer.lightning.batches import BatchHooks, NamedSpans
+from roomier.train.step import ManualOptimizer
+from roomier.trainer.keywords.arguments import (
+    OwnOptimizer,
+    callbacks_of,
+    kind_of,
+    ordered,
+    own_optimizer_of,
+    with_batch_field,
+)
 from roomier.trainer.lightning.callbacks import adopted
-from roomier.trainer.lightning.loops import FitLoop, PrecisionView, accelerator_of, init_module
-from roomier.trainer.lightning.predicted import KeepsPredicted, PredictLoop, writes_at_end, writes_predictions
-from roomier.trainer.lightning.read_folders import let_lightning_read_folders
-from roomier.trainer.lightning.strategy import Strategy
+from roomier.trainer.lightning.checkpoints import let_lightning_read_folders
+from roomier.trainer.lightning.views import (
+    BatchHooks,
+    FitLoop,
+    KeepsPredicted,
+    NamedSpans,
+    PrecisionView,
+    PredictLoop,
+    Strategy,
+    accelerator_of,
+    init_module,
+    writes_at_end,
+    writes_predictions,
+)
 
 if TYPE_CHECKING:  # slow import: loads torch's sharding modules
     from roomier.planner.choice import Choice
@@ -107,13 +116,15 @@ class TrainerAttributes(TrainerView):
     without the methods of the Trainer.
 
     Args:
+        given: the names and values of all arguments of the Trainer.
         plan: the requested plan.
+        world: position of this process among all processes.
+
+    Attributes:
         logger_is_on: True if a fit writes logs.
         enable_checkpointing: True if a fit writes checkpoints by default.
         auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
-        own_optimizer: the ``optimizer`` argument, which can be an optimizer or a function that creates an optimizer.
-
-    Attributes:
+        own_optimizer: the ``optimizer`` argument if it is an optimizer or a function that creates an optimizer.
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
         ranks: the ranks of the last call. Until a call joins the other ranks, the value represents one rank.
@@ -154,36 +165,27 @@ class TrainerAttributes(TrainerView):
     num_sanity_val_steps: int
     log_every_n_steps: int
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        options: LoopOptions,
-        world: World,
-        callbacks: list[Callback],
-        loggers: list[Logger],
-        logger_is_on: bool,
-        enable_checkpointing: bool,
-        auto_lr_find: bool | str,
-        auto_scale_batch_size: bool | str,
-        own_optimizer: Any = None,
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any], plan: Plan, world: World) -> None:
         let_lightning_read_folders()
         self.plan = self.requested_plan = plan
-        self.options = options
         self.world = world
         self.ranks = Ranks()
-        self.callbacks = callbacks
+        self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
+        is_dev_run = bool(self.options.num_dev_batches)
+        self.enable_checkpointing = given["enable_checkpointing"] and not is_dev_run
+        self.callbacks = ordered(callbacks_of(given, self.enable_checkpointing))
+        check_callbacks(self.callbacks)
+        self.logger_is_on = bool(given["logger"])
+        loggers = loggers_from_flag(given["logger"], is_dev_run=is_dev_run)
         self.file_loggers = [each for each in loggers if isinstance(each, FileLogger) and each.is_added]
         self.loggers = [each for each in loggers if each not in self.file_loggers]
-        self.logger_is_on = logger_is_on
-        self.enable_checkpointing = enable_checkpointing
-        self.auto_lr_find, self.auto_scale_batch_size = auto_lr_find, auto_scale_batch_size
+        self.auto_lr_find: bool | str = given["auto_lr_find"]
+        self.auto_scale_batch_size: bool | str = given["auto_scale_batch_size"]
         self.micro_batch: int | None = None
         self.num_micro_batches: int | None = None
         self.state = TrainerState()
         self.should_stop = False
-        self.own_optimizer = None if own_optimizer is None else own_optimizer_of(own_optimizer)
+        self.own_optimizer = None if given["optimizer"] is None else own_optimizer_of(given["optimizer"])
         self.log_dir = self.default_root_dir
         self.set_path: Path | str | None = None
         self.read_path: str | None = None
@@ -316,31 +318,12 @@ class TrainerAttributes(TrainerView):
             return self.callbacks
         return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
 
-    def use_next(
-        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
-    ) -> None:
-        """In the next fits, use the results of the tuner.
-
-        Args:
-            plan: plan that replaces the requested plan.
-            micro_batch: number of samples per micro-batch on each rank.
-            num_micro_batches: number of micro-batches per step.
-        """
-        if plan is not None:
-            self.plan = self.requested_plan = plan
-        if micro_batch is not None or num_micro_batches is not None:
-            self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
-
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the ``optimizer`` argument names."""
         self.requested_plan, self.plan = (
             dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
             for plan in (self.requested_plan, self.plan)
         )
-
-    def join_ranks(self) -> None:
-        """Join the other ranks."""
-        self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
     # State of the last call ----------------------------------------------------------------------------------------
 
@@ -401,26 +384,6 @@ class TrainerAttributes(TrainerView):
         return run_of(self, "engine").engine
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """Optimizers of the run. In an evaluation after a fit, this attribute contains the optimizers of the fit."""
-        return self._fit_or_run.engine.optimizers if self._fit_or_run else []
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Schedulers of the run, with their settings."""
-        return self._fit_or_run.schedulers.configs if self._fit_or_run else []
-
-    @property
-    def scaler(self) -> Any:
-        """Loss scale of ``"16-mixed"``; None with any other precision."""
-        scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
-        return scaler if scaler is not None and scaler.is_on else None
-
-    @property
-    def _fit_or_run(self) -> Run | None:
-        return self.run if self.fitted is None else self.fitted
-
-    @property
     def model(self) -> Any:
         """The model of the last run, in the form in which it was passed."""
         return None if self._module is None else network_of(self._module)
@@ -434,11 +397,6 @@ class TrainerAttributes(TrainerView):
     def estimated_stepping_batches(self) -> float:
         """Number of optimizer steps in the complete run; infinite if the number is unknown."""
         return self.estimate_steps()
-
-    @property
-    def num_steps_in_all(self) -> float:
-        """Total number of optimizer steps if the run does not end early; infinite if the number is unknown."""
-        return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def num_training_batches(self) -> float:

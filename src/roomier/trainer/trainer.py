@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning_types import LightningCallback, LightningLogger
 from roomier.api.logger import Logger
-from roomier.api.overrides import is_one
+from roomier.api.overrides import LightningCallback, LightningLogger, is_one
+from roomier.callbacks.forecast import MemoryForecast
+from roomier.callbacks.progress_display import duration_text
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
+from roomier.core.metric_names import printable
 from roomier.launch import place, present_launch
-from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
-from roomier.run.options import DEFAULT_HANG_TIMEOUT, LoopOptions, check_flag
+from roomier.run.options import DEFAULT_HANG_TIMEOUT, check_flag
 from roomier.run.run import Run, run_of
-from roomier.run.settled import CutBatches
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
-from roomier.train.predicting.stream import opened_stream
+from roomier.train.predict_stream import opened_stream
 from roomier.train.saving.save import save_checkpoint
-from roomier.train.settling.checks import check_callbacks
-from roomier.train.tuner.before_fit import check_flags, tune, write_picture
-from roomier.train.tuner.trial import Subject
 from roomier.trainer.attributes import TrainerAttributes
-from roomier.trainer.keywords.argument_types import OptimizerArgument
 from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
     HARMLESS_KEYWORDS,
-    callbacks_of,
     check_weights_only,
-    ordered,
     plan_of,
     with_defaults,
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
-from roomier.trainer.lightning.file_checkpoint import save_lightning_file, saves_file
-from roomier.trainer.metrics_table import by_loader, metrics_table
-from roomier.trainer.report import report_end
+from roomier.trainer.lightning.checkpoints import save_lightning_file, saves_file
 from roomier.trainer.session import request_of, session
-from roomier.trainer.trial_copy import copied_for_trial
+from roomier.trainer.tuner.before_fit import check_flags, tune, write_picture
+from roomier.trainer.tuner.trial import Subject
+
+if TYPE_CHECKING:
+    OptimizerArgument = dict[str, Any] | str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
+else:  # the command line reads this type, and accepts a name or a dict
+    OptimizerArgument = dict[str, Any] | str | None
 
 
 class Trainer(TrainerAttributes):
@@ -206,22 +205,7 @@ class Trainer(TrainerAttributes):
         check_flags(given["auto_lr_find"], given["auto_scale_batch_size"])
         launch = present_launch()
         plan = plan_of(given, Trainer.__init__, launch)
-        options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
-        is_dev_run = bool(options.num_dev_batches)
-        keeps_checkpoints = given["enable_checkpointing"] and not is_dev_run
-        super().__init__(
-            plan=plan,
-            options=options,
-            world=place(plan.parallel.devices, plan.parallel.num_nodes, launch),
-            callbacks=ordered(callbacks_of(given, keeps_checkpoints)),
-            loggers=loggers_from_flag(given["logger"], is_dev_run=is_dev_run),
-            logger_is_on=bool(given["logger"]),
-            enable_checkpointing=keeps_checkpoints,
-            auto_lr_find=given["auto_lr_find"],
-            auto_scale_batch_size=given["auto_scale_batch_size"],
-            own_optimizer=given["optimizer"],
-        )
-        check_callbacks(self.callbacks)
+        super().__init__(given, plan, place(plan.parallel.devices, plan.parallel.num_nodes, launch))
 
     # Methods for users ---------------------------------------------------------------------------------------------
 
@@ -436,22 +420,6 @@ class Trainer(TrainerAttributes):
         run_of(self, "log_metrics").log_metrics(dict(metrics))
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
-    def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Trainer:
-        """Return a Trainer that has the same settings, writes no files, and has ``callback`` as its only callback."""
-        return copied_for_trial(self, plan, options, callback)
-
-    def session_of_trial(
-        self,
-        model: nn.Module,
-        loaders: dict[str, Any],
-        datamodule: DataModule | None,
-        weights: str | Path | None,
-        cut: CutBatches | None,
-    ) -> AbstractContextManager[Run]:
-        """Return a context in which a fit without additional callbacks, forecasts or files is open."""
-        request = replace(request_of(self, "fit", model, loaders, datamodule, None, weights), cut=cut)
-        return session(self, request, adds_callbacks=False)
-
     def _evaluate(
         self,
         stage: str,
@@ -491,3 +459,75 @@ class Trainer(TrainerAttributes):
             datamodule = self.datamodule
         request = request_of(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path, None)
         return session(self, request)
+
+
+def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
+    """Return the metrics of all loaders as text, with one metric per line."""
+    rows = [(name, value) for metrics in of_loaders for name, value in metrics.items()]
+    rows = list(dict(rows).items())
+    width = max([len(name) for name, _ in rows], default=0)
+    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
+    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: no metrics were logged"])
+
+
+def by_loader(
+    metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
+) -> list[dict[str, float]]:
+    """Split ``metrics`` by loader.
+
+    Args:
+        metrics: names and logged values.
+        loader_of: index of the loader for each metric; None for a metric over all loaders, which every dict contains.
+        num_loaders: number of loaders.
+    """
+    if num_loaders == 1:
+        return [dict(metrics)]
+    return [
+        {name: value for name, value in metrics.items() if loader_of.get(name) in (None, index)}
+        for index in range(num_loaders)
+    ]
+
+
+def report_end(trainer: TrainerAttributes, run: Run) -> None:
+    """Print one line with the reason for the end, steps, time, losses, files, and forecast and measured memory. Print
+    no line if the fit ran no step or if a signal ended it, because another line reports this."""
+    now, progress = run.now, run.progress
+    if now.is_interrupted or progress.num_batches == now.num_batches_before:
+        return
+    elapsed = duration_text(time.monotonic() - now.started_s)
+    texts = [f"{_reason(run)} after step {progress.global_step} in {elapsed}"]
+    if run.results.logged_loss is not None:
+        texts.append(f"loss {run.results.logged_loss:.4g}")
+    values = trainer.callback_metrics if run.results.loader_of else {}
+    evaluated = {name: value for name, value in values.items() if name in run.results.loader_of}
+    losses = [name for name in evaluated if "loss" in name.lower()] or list(evaluated)[:1]
+    texts += [f"{printable(name)} {float(evaluated[name]):.4g}" for name in losses]
+    if run.folder is not None:
+        texts.append(f"run folder {run.folder}")
+    monitors, last = trainer.checkpoint_callback, run.saves.path
+    best = monitors.best_model_path if getattr(monitors, "monitor", None) else ""
+    if last is not None:
+        is_best = best and Path(best).absolute() == last.absolute()
+        texts.append(f"{'last and best' if is_best else 'last'} checkpoint {_below(run.folder, last)}")
+        best = "" if is_best else best
+    if best:
+        texts.append(f"best checkpoint {_below(run.folder, Path(best))}")
+    texts += [each.record.line() for each in trainer.callbacks if isinstance(each, MemoryForecast) and each.record]
+    notice(" | ".join(texts))
+
+
+def _reason(run: Run) -> str:
+    if run.progress.global_step >= run.settled.step_limit:
+        return f"training is complete: max_steps={run.settled.step_limit:.0f} is reached"
+    if run.progress.epoch >= run.settled.epoch_limit:
+        return f"training is complete: max_epochs={run.settled.epoch_limit:.0f} is reached"
+    max_time_s = run.options.max_time_s
+    if max_time_s is not None and time.monotonic() - run.now.started_s >= max_time_s:
+        return f"training is complete: max_time={run.options.max_time} is reached"
+    return "training was stopped by trainer.should_stop (for example, by EarlyStopping)"
+
+
+def _below(folder: Path | None, path: Path) -> str:
+    """Return ``path`` relative to ``folder`` if the folder contains it."""
+    is_inside = folder is not None and path.absolute().is_relative_to(folder.absolute())
+    return os.path.relpath(path, folder) if is_inside and folder is not None else str(path)

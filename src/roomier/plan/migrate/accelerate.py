@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roomier.core.errors import did_you_mean
-from roomier.plan.migrate.answers import Answers
+from roomier.plan.migrate.answers import Answers, name_of, setting_of
 from roomier.plan.migrate.lightning_strategies import SHARDINGS, WITHOUT_EFFECT, answer_mixed_precision
-from roomier.plan.migrate.objects import name_of, setting_of
 
 PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 """Mapping from each value of ``mixed_precision`` to the precision of a Plan."""
@@ -197,10 +196,6 @@ def _random_types(answers: Answers, name: str, value: Any) -> None:
         answers.ignore(name, value, _ORDER)
 
 
-def _use(keyword: str, meaning: object) -> Callable[[Answers, str, Any], None]:
-    return lambda answers, name, value: answers.use(name, value, keyword, meaning) if value else None
-
-
 def _of_loop(answers: Answers, name: str, value: Any) -> None:
     """Accept a keyword that ``Accelerator`` reads directly. No answer is required."""
 
@@ -209,7 +204,7 @@ _CONVERTED: dict[str, Callable[[Answers, str, Any], None]] = {
     "mixed_precision": _precision,
     "gradient_accumulation_steps": _steps,
     "gradient_accumulation_plugin": _accumulation_plugin,
-    "cpu": _use("accelerator", "cpu"),
+    "cpu": lambda answers, name, value: answers.use(name, value, "accelerator", "cpu") if value else None,
     "dataloader_config": _loaders,
     "fsdp_plugin": _fsdp,
     "kwargs_handlers": _handlers,

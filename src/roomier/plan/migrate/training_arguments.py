@@ -199,28 +199,18 @@ def _fsdp_config(answers: Answers, name: str, value: Any) -> None:
             answers.reject(f"{name}.{key}", each, "has no equivalent", "Remove it")
 
 
-_LOADER = "Pass it to your DataLoader"
-_BATCH_SIZE = "Pass batch_size to your DataLoader"
 _METRICS = "Compute metrics in validation_step of a Module, and log them with self.log"
-_CHECKPOINT = "Use callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]"
-_BEST = "Use callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test"
 _HUB = "Run `roomier export CHECKPOINT --to hugging-face OUT --push-to-hub USER/MODEL` after the run"
-_NAMES = "Use logger=WandbLogger(...), whose arguments include the name and the project"
-_SEED = "Call roomier.seed_everything before the model is created"
 _BY_LENGTH = "roomier.data.LengthGroupedBatchSampler(lengths, batch_size=...)"
 _LENGTHS = f"Use DataLoader(dataset, batch_sampler={_BY_LENGTH}, collate_fn=...)"
 _DATA = "Pass a DataLoader to fit: trainer.fit(model, train_dataloaders, val_dataloaders)"
 _OWN_LOSS = "Compute the loss in training_step of a Module"
-_EVERY_STEP = "Use val_check_interval with check_val_every_n_epoch=None, which counts micro-batches"
-_CONSOLE = "rank 0 prints the messages of roomier"
-_GROUPS = "roomier selects the process groups and the buckets"
-_LIGER = "Use chunked_loss=True, which computes the loss of a language model without the logits of all tokens"
 _WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
 _FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, but in transformers the first rate is 0"
-_RESUME = "a resumed run restores the position in the data and all callbacks"
-_CALL = "the methods fit, validate, test and predict replace this field"
+_RECOMPUTE = Converted(_if_true("activation_checkpointing", "full"))
+_ON_CPU = Converted(_if_true("accelerator", "cpu"))
 
-FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
+_CONVERTED = {
     "output_dir": Converted(_if_set(_as("default_root_dir"))),
     "num_train_epochs": Converted(
         _count("max_epochs", "Use max_steps to train for a part of an epoch"), is_default_used=True
@@ -232,137 +222,126 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "warmup_steps": Converted(
         _if_set(_count("lr_schedule.warmup_steps", _WARM_UP, _FIRST_STEP), lambda value: value != 0)
     ),
-    "warmup_ratio": Unsupported(_WARM_UP),
     "optim": Converted(_optimizer, is_default_used=True),
-    "optim_args": Unsupported("Pass the options with the optimizer: optimizer={'name': 'adamw', 'eps': 1e-6}"),
-    "optim_target_modules": Unsupported("Use lora={'rank': 8, 'targets': [...]} to train adapters"),
     "weight_decay": Converted(_as("optimizer.weight_decay"), is_default_used=True),
     "adam_beta1": Converted(_beta(0)),
     "adam_beta2": Converted(_beta(1)),
     "adam_epsilon": Converted(_as("optimizer.eps")),
-    "average_tokens_across_devices": Unsupported(
-        "Remove it, because the loss is the mean over the tokens of all ranks"
-    ),
-    "label_smoothing_factor": Unsupported(_OWN_LOSS),
     "bf16": Converted(_if_true("precision", "bf16-mixed")),
     "fp16": Converted(_if_true("precision", "16-mixed")),
-    "bf16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='bf16-mixed'"),
-    "fp16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='16-mixed'"),
     "tf32": Converted(_if_set(_as("matmul_precision", lambda value: "high" if value else "highest"))),
-    "gradient_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
-    "activation_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
-    "gradient_checkpointing_kwargs": NoEffect("roomier recomputes blocks with its own implementation"),
-    "activation_checkpointing_kwargs": NoEffect("roomier recomputes blocks with its own implementation"),
+    "gradient_checkpointing": _RECOMPUTE,
+    "activation_checkpointing": _RECOMPUTE,
     "torch_compile": Converted(_if_true("compile", True)),
     "torch_compile_backend": Converted(_if_set(_as("compile.backend"))),
     "torch_compile_mode": Converted(_if_set(_as("compile.mode"))),
-    "use_liger_kernel": Unsupported(_LIGER),
-    "liger_kernel_config": Unsupported(_LIGER),
-    "use_cache": Elsewhere("Set model.config.use_cache"),
-    "neftune_noise_alpha": Unsupported(
-        "Add the noise in a forward hook of the embedding if the model is in training mode"
-    ),
-    "torch_empty_cache_steps": NoEffect("roomier does not empty the cache of the allocator during a run"),
     "auto_find_batch_size": Converted(
         _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit")
     ),
-    "logging_strategy": Elsewhere("Use log_every_n_steps, or logger=False"),
     "logging_steps": Converted(_count("log_every_n_steps", "Use a number of steps"), is_default_used=True),
-    "logging_first_step": Elsewhere("Use log_every_n_steps=1"),
-    "logging_dir": Elsewhere("Use default_root_dir, which contains the logs of each run"),
-    "log_on_each_node": NoEffect(_CONSOLE),
-    "logging_nan_inf_filter": NoEffect("by default, a loss that is not finite ends the run"),
-    "include_num_input_tokens_seen": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
-    "include_tokens_per_second": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
-    "log_level": NoEffect(_CONSOLE),
-    "log_level_replica": NoEffect(_CONSOLE),
     "disable_tqdm": Converted(_if_true("enable_progress_bar", False)),
     "report_to": Converted(_if_set(_reports)),
-    "run_name": Elsewhere(_NAMES),
-    "project": Elsewhere(_NAMES),
-    "trackio_space_id": Elsewhere("Use logger=TrackioLogger(space_id=...)"),
-    "trackio_bucket_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
-    "trackio_static_space_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
     "eval_strategy": Converted(_validation, is_default_used=True),
     "evaluation_strategy": Converted(_validation),
-    "eval_steps": Elsewhere(_EVERY_STEP),
-    "eval_delay": Elsewhere("Use limit_val_batches=0 in a first fit, and resume the run with validation"),
-    "per_device_train_batch_size": Elsewhere(_BATCH_SIZE),
-    "per_device_eval_batch_size": Elsewhere(_BATCH_SIZE),
-    "prediction_loss_only": Elsewhere(_METRICS),
-    "eval_on_start": Elsewhere("Call trainer.validate(model, loader) before fit"),
-    "eval_do_concat_batches": Elsewhere(_METRICS),
-    "eval_use_gather_object": Elsewhere(_METRICS),
-    "eval_accumulation_steps": Elsewhere(_METRICS),
-    "include_for_metrics": Elsewhere(_METRICS),
-    "include_inputs_for_metrics": Elsewhere(_METRICS),
-    "batch_eval_metrics": Elsewhere(_METRICS),
-    "save_only_model": Elsewhere("Use callbacks=[ModelCheckpoint(save_weights_only=True)]"),
-    "save_strategy": Elsewhere(_CHECKPOINT),
-    "save_steps": Elsewhere(_CHECKPOINT),
-    "save_total_limit": Elsewhere("Use callbacks=[ModelCheckpoint(save_top_k=...)]"),
-    "save_safetensors": NoEffect("checkpoints never contain code; roomier.checkpoint.export writes safetensors"),
-    "save_on_each_node": NoEffect("each rank writes its shards to default_root_dir"),
-    "enable_jit_checkpoint": NoEffect("after SIGTERM, a run always saves a checkpoint before it ends"),
-    "overwrite_output_dir": NoEffect("each run has a new folder"),
-    "push_to_hub": Elsewhere(_HUB),
-    "hub_token": Elsewhere("Run `hf auth login` or set HF_TOKEN. `roomier export ... --push-to-hub` uses this token"),
-    "hub_private_repo": Elsewhere(f"{_HUB}, with --private"),
-    "hub_model_id": Elsewhere(_HUB),
-    "hub_strategy": Elsewhere(_HUB),
-    "hub_always_push": Elsewhere(_HUB),
-    "hub_revision": Elsewhere(_HUB),
-    "load_best_model_at_end": Elsewhere(_BEST),
-    "metric_for_best_model": Elsewhere(_BEST),
-    "greater_is_better": Elsewhere(_BEST),
-    "ignore_data_skip": Unsupported(
-        "Pass weights= instead of ckpt_path to fit, so that training starts at the first batch"
-    ),
-    "restore_callback_states_from_checkpoint": NoEffect(_RESUME),
     "full_determinism": Converted(_if_true("deterministic", True)),
-    "seed": Elsewhere(_SEED),
-    "data_seed": Elsewhere(_SEED),
-    "use_cpu": Converted(_if_true("accelerator", "cpu")),
-    "no_cuda": Converted(_if_true("accelerator", "cpu")),
+    "use_cpu": _ON_CPU,
+    "no_cuda": _ON_CPU,
     "use_mps_device": Converted(_if_true("accelerator", "mps")),
-    "accelerator_config": Unsupported("Use strategy and accumulate_grad_batches. Loaders are sharded across the ranks"),
-    "parallelism_config": Unsupported("Use strategy='zero3' or 'hsdp'"),
-    "train_sampling_strategy": Elsewhere(f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)"),
-    "group_by_length": Elsewhere(_LENGTHS),
-    "length_column_name": Elsewhere(f"Use {_BY_LENGTH} with lengths=dataset[length_column_name]"),
-    "remove_unused_columns": Elsewhere("Select the columns in collate_fn of your DataLoader"),
-    "label_names": Elsewhere("Name the labels as the arguments of the model's forward method in collate_fn"),
-    "ddp_find_unused_parameters": Elsewhere("Use strategy={'name': 'ddp', 'find_unused_parameters': True}"),
-    "ddp_bucket_cap_mb": NoEffect(_GROUPS),
-    "ddp_broadcast_buffers": NoEffect(_GROUPS),
-    "ddp_static_graph": NoEffect(_GROUPS),
-    "ddp_backend": NoEffect(_GROUPS),
     "ddp_timeout": Converted(_as("hang_timeout", lambda value: {"seconds": value})),
     "fsdp": Converted(_if_set(_fsdp, bool)),
     "fsdp_config": Converted(_if_set(_fsdp_config, bool)),
-    "fsdp_transformer_layer_cls_to_wrap": NoEffect("each block of the model is a unit"),
     "deepspeed": Converted(_if_set(_as("deepspeed"))),
-    "debug": Unsupported("Use detect_anomaly=True"),
-    "skip_memory_metrics": Elsewhere("Use callbacks=[MemoryAnatomy()]"),
-    "do_train": NoEffect(_CALL),
-    "do_eval": NoEffect(_CALL),
-    "do_predict": NoEffect(_CALL),
-    "resume_from_checkpoint": Elsewhere("Pass it to fit: trainer.fit(model, ckpt_path=...)"),
-    "local_rank": NoEffect("roomier detects torchrun, SLURM and MPI"),
-    "jit_mode_eval": Unsupported("Export the model with roomier.checkpoint.export"),
-    "half_precision_backend": NoEffect("torch.autocast computes in 16 bits"),
-    **dict.fromkeys(
-        (
-            "dataloader_drop_last",
-            "dataloader_num_workers",
-            "dataloader_pin_memory",
-            "dataloader_persistent_workers",
-            "dataloader_prefetch_factor",
-            "dataloader_multiprocessing_context",
-            "dataloader_in_order",
-        ),
-        Elsewhere(_LOADER),
+}
+
+# instruction or reason: fields, separated by spaces
+_ELSEWHERE = {
+    "Evaluations use the precision of the Trainer. Use precision='bf16-mixed'": "bf16_full_eval",
+    "Evaluations use the precision of the Trainer. Use precision='16-mixed'": "fp16_full_eval",
+    "Set model.config.use_cache": "use_cache",
+    "Use log_every_n_steps, or logger=False": "logging_strategy",
+    "Use log_every_n_steps=1": "logging_first_step",
+    "Use default_root_dir, which contains the logs of each run": "logging_dir",
+    "Use callbacks=[Throughput()], which logs tokens per second": (
+        "include_num_input_tokens_seen include_tokens_per_second"
     ),
+    "Use logger=WandbLogger(...), whose arguments include the name and the project": "run_name project",
+    "Use logger=TrackioLogger(space_id=...)": "trackio_space_id",
+    "Use logger=TrackioLogger(...), which passes other keywords to trackio.init": (
+        "trackio_bucket_id trackio_static_space_id"
+    ),
+    "Use val_check_interval with check_val_every_n_epoch=None, which counts micro-batches": "eval_steps",
+    "Use limit_val_batches=0 in a first fit, and resume the run with validation": "eval_delay",
+    "Pass batch_size to your DataLoader": "per_device_train_batch_size per_device_eval_batch_size",
+    "Call trainer.validate(model, loader) before fit": "eval_on_start",
+    _METRICS: (
+        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+        "include_for_metrics include_inputs_for_metrics batch_eval_metrics"
+    ),
+    "Use callbacks=[ModelCheckpoint(save_weights_only=True)]": "save_only_model",
+    "Use callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]": "save_strategy save_steps",
+    "Use callbacks=[ModelCheckpoint(save_top_k=...)]": "save_total_limit",
+    "Use callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test": (
+        "load_best_model_at_end metric_for_best_model greater_is_better"
+    ),
+    _HUB: "push_to_hub hub_model_id hub_strategy hub_always_push hub_revision",
+    f"{_HUB}, with --private": "hub_private_repo",
+    "Run `hf auth login` or set HF_TOKEN. `roomier export ... --push-to-hub` uses this token": "hub_token",
+    "Call roomier.seed_everything before the model is created": "seed data_seed",
+    f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)": "train_sampling_strategy",
+    _LENGTHS: "group_by_length",
+    f"Use {_BY_LENGTH} with lengths=dataset[length_column_name]": "length_column_name",
+    "Select the columns in collate_fn of your DataLoader": "remove_unused_columns",
+    "Name the labels as the arguments of the model's forward method in collate_fn": "label_names",
+    "Use strategy={'name': 'ddp', 'find_unused_parameters': True}": "ddp_find_unused_parameters",
+    "Use callbacks=[MemoryAnatomy()]": "skip_memory_metrics",
+    "Pass it to fit: trainer.fit(model, ckpt_path=...)": "resume_from_checkpoint",
+    "Pass it to your DataLoader": (
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
+    ),
+}
+_WITHOUT_EFFECT = {
+    "roomier recomputes blocks with its own implementation": (
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
+    ),
+    "roomier does not empty the cache of the allocator during a run": "torch_empty_cache_steps",
+    "rank 0 prints the messages of roomier": "log_on_each_node log_level log_level_replica",
+    "by default, a loss that is not finite ends the run": "logging_nan_inf_filter",
+    "checkpoints never contain code; roomier.checkpoint.export writes safetensors": "save_safetensors",
+    "each rank writes its shards to default_root_dir": "save_on_each_node",
+    "after SIGTERM, a run always saves a checkpoint before it ends": "enable_jit_checkpoint",
+    "each run has a new folder": "overwrite_output_dir",
+    "a resumed run restores the position in the data and all callbacks": "restore_callback_states_from_checkpoint",
+    "roomier selects the process groups and the buckets": (
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
+    ),
+    "each block of the model is a unit": "fsdp_transformer_layer_cls_to_wrap",
+    "the methods fit, validate, test and predict replace this field": "do_train do_eval do_predict",
+    "roomier detects torchrun, SLURM and MPI": "local_rank",
+    "torch.autocast computes in 16 bits": "half_precision_backend",
+}
+_UNSUPPORTED = {
+    _WARM_UP: "warmup_ratio",
+    "Pass the options with the optimizer: optimizer={'name': 'adamw', 'eps': 1e-6}": "optim_args",
+    "Use lora={'rank': 8, 'targets': [...]} to train adapters": "optim_target_modules",
+    "Remove it, because the loss is the mean over the tokens of all ranks": "average_tokens_across_devices",
+    _OWN_LOSS: "label_smoothing_factor",
+    "Use chunked_loss=True, which computes the loss of a language model without the logits of all tokens": (
+        "use_liger_kernel liger_kernel_config"
+    ),
+    "Add the noise in a forward hook of the embedding if the model is in training mode": "neftune_noise_alpha",
+    "Pass weights= instead of ckpt_path to fit, so that training starts at the first batch": "ignore_data_skip",
+    "Use strategy and accumulate_grad_batches. Loaders are sharded across the ranks": "accelerator_config",
+    "Use strategy='zero3' or 'hsdp'": "parallelism_config",
+    "Use detect_anomaly=True": "debug",
+    "Export the model with roomier.checkpoint.export": "jit_mode_eval",
+}
+
+FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
+    **_CONVERTED,
+    **{name: Elsewhere(text) for text, names in _ELSEWHERE.items() for name in names.split()},
+    **{name: NoEffect(text) for text, names in _WITHOUT_EFFECT.items() for name in names.split()},
+    **{name: Unsupported(text) for text, names in _UNSUPPORTED.items() for name in names.split()},
 }
 """Translation of each field of TrainingArguments, except the fields that are identical in roomier's Trainer."""
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roomier.api.module import Module
-from roomier.api.wrapped import network_of
+from roomier.api.module import Module, network_of
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import PlanError, RoomierError
 from roomier.plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import replace
 from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.plan import Plan
-from roomier.plan.choices import Kind, kind_of
+from roomier.plan.choices import Kind, choice_of
 from roomier.plan.levers import used_levers
 from roomier.plan.parts import OffloadPlan
 from roomier.planner.choice import Choice, Considered
@@ -212,9 +212,12 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     the strategy and the micro-batch size do not count, because every plan on several ranks has the label near.
     """
     used = used_levers(plan)
-    kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
+    kinds = [
+        choice_of("precision.mode", plan.precision.mode).kind,
+        *(each.choice(each.value(plan)).kind for each in used),
+    ]
     if plan.optimizer.name is not None:
-        kinds.append(kind_of("optimizer.name", plan.optimizer.name))
+        kinds.append(choice_of("optimizer.name", plan.optimizer.name).kind)
     offload = plan.offload
     tiers = (offload.optimizer_states, offload.parameters, offload.activations)
     num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)

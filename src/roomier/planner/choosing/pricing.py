@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from roomier.api.wrapped import network_of
+from roomier.api.module import network_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.plan import Plan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roomier.api.kept_weights import KeptWeights
+from roomier.api.callback import KeptWeights
+from roomier.api.hooks import step_of
 from roomier.api.module import Module
-from roomier.api.step_arguments import step_of
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine

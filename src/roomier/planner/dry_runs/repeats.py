@@ -18,8 +18,7 @@ from weakref import WeakSet
 from torch import nn
 
 from roomier.api.blocks import num_elements_of, represent_larger
-from roomier.api.module import Module
-from roomier.api.wrapped import network_of
+from roomier.api.module import Module, network_of
 from roomier.core import torch_private
 from roomier.core.log import notice
 from roomier.plan import Plan

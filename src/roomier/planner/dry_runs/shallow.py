@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from roomier.api.wrapped import network_of
+from roomier.api.module import network_of
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns

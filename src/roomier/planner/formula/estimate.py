@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.api.wrapped import network_of
+from roomier.api.module import network_of
 from roomier.core import torch_fake
 from roomier.core.world import World
 from roomier.engine.build import build

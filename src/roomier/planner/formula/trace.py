@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from roomier.api.hooks import step_of
 from roomier.api.module import Module
-from roomier.api.step_arguments import step_of
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build

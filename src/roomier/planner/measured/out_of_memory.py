@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from roomier.api.kept_weights import kept_by
+from roomier.api.callback import kept_by
 from roomier.core.device import memory
 from roomier.core.device.capability import capabilities_of
 from roomier.core.errors import RoomierError, TrainingError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from roomier.api.wrapped import network_of
+from roomier.api.module import network_of
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.forecast import StepTime, Traffic

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from roomier.core import torch_private
@@ -38,7 +36,10 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return ``{name: {"state": {...}, "num_updates": n}}`` for the metrics that were updated since their last
     reset."""
     return {
-        name: {"state": _mapped(metric.metric_state, _copied), "num_updates": metric.update_count}
+        name: {
+            "state": _mapped(metric.metric_state, lambda tensor: tensor.detach().clone()),
+            "num_updates": metric.update_count,
+        }
         for name, metric in metrics_of(module).items()
         if metric.update_count
     }
@@ -78,7 +79,7 @@ def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any
 
 
 def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> None:
-    state = _mapped(saved["state"], partial(_moved, device=metric.device))
+    state = _mapped(saved["state"], lambda tensor: tensor.to(metric.device))
     num_updates = saved["num_updates"]
     if merges and metric.update_called:
         own, num_own = dict(metric.metric_state), metric.update_count
@@ -93,14 +94,6 @@ def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> 
             state = dict(metric.metric_state)
         num_updates += num_own
     torch_private.load_metric_state(metric, state, num_updates)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _mapped(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

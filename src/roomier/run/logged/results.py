@@ -15,23 +15,27 @@ from copy import copy
 from numbers import Real
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.forms import one_of
 from roomier.core.log import notice
 from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
-from roomier.run.logged.entry import OF_LOADER, Entry, as_tensor, is_double
-from roomier.run.logged.log_arguments import reduction_of, weight_of
-from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
+from roomier.run.logged.entry import OF_LOADER, OPTIONS, REDUCTIONS, Entry, as_tensor, is_double, reduce_over_ranks
+
+_Shown = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""Values for callbacks, loggers and the progress bar."""
 
 
-def _show_step(entry: Entry, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]) -> None:
-    value, names = entry.shown(entry.step_figure), entry.names_for_step()
+def _show(entry: Entry, value: Any, names: tuple[str, ...], shown: _Shown) -> None:
+    """Add the ``value`` of a step or an epoch to ``shown``. The last of ``names`` is the column."""
+    callback, logged, bar = shown
+    value = entry.shown(value)
     callback.update(dict.fromkeys(names, value))
     if entry.logger:
         logged[names[-1]] = value
@@ -39,15 +43,8 @@ def _show_step(entry: Entry, callback: dict[str, Tensor], logged: dict[str, Tens
         bar[names[-1]] = value
 
 
-def _show_epoch(
-    entry: Entry, figure: Any, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]
-) -> None:
-    value, names = entry.shown(figure), entry.names_for_epoch()
-    callback.update(dict.fromkeys(names, value))
-    if entry.logger:
-        logged[names[-1]] = value
-    if entry.prog_bar:
-        bar[names[-1]] = value
+def _show_step(entry: Entry, shown: _Shown) -> None:
+    _show(entry, entry.step_figure, entry.names_for_step(), shown)
 
 
 class Results:
@@ -172,14 +169,13 @@ class Results:
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
         if entry is not None and entry.asked is not None:
-            names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
-            changes = zip(names, entry.asked, asked, strict=True)
+            changes = zip(OPTIONS, entry.asked, asked, strict=True)
             differing = [(option, old, new) for option, old, new in changes if old != new]
             problem = ", ".join(f"{option}={old!r} before and {new!r} now" for option, old, new in differing)
             raise RoomierError(
                 "log", name, f"is logged with {problem}", "Use the same arguments each time, or another name"
             )
-        for option, value in zip(("on_step", "on_epoch", "prog_bar", "logger"), asked, strict=False):
+        for option, value in zip(OPTIONS[:4], asked, strict=False):
             if value not in (True, False, None):  # "no" would count as True
                 raise RoomierError(f"log: {option}", value, f"must be a bool, for {name!r}", "Use True or False")
         new = self._new_entry(name, *asked)
@@ -196,13 +192,7 @@ class Results:
         return new
 
     def _new_entry(
-        self,
-        name: str,
-        on_step: bool | None,
-        on_epoch: bool | None,
-        prog_bar: bool,
-        logger: bool,
-        reduce_fx: Any,
+        self, name: str, on_step: bool | None, on_epoch: bool | None, prog_bar: bool, logger: bool, reduce_fx: Any
     ) -> Entry:
         is_step = self.stage == "train" and self.is_in_batch
         reduction = reduction_of(reduce_fx)
@@ -332,13 +322,14 @@ class Results:
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)
         logged: dict[str, Tensor] = {}
+        shown = self._callback_values, self._logged_values, self._bar_values
         for entry, value in zip(ending, values, strict=True):
             if stage != "train" and entry.on_step and entry.value is not None:
-                _show_step(entry, {}, self._logged_values, self._bar_values)
+                _show_step(entry, ({}, self._logged_values, self._bar_values))
             if value is not None:
                 if entry.logger:
                     logged[entry.names_for_epoch()[-1]] = as_tensor(value)
-                _show_epoch(entry, value, self._callback_values, self._logged_values, self._bar_values)
+                _show(entry, value, entry.names_for_epoch(), shown)
             entry.value, entry.agreed_step = None, None
             entry.reset()
         if stage != "train":
@@ -370,28 +361,28 @@ class Results:
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):
-                _show_step(entry, *shown)
+                _show_step(entry, shown)
                 entry.is_unseen = False
 
     def _unseen_steps(self) -> list[Entry]:
         entries = self._entries["train"].values()
         return [entry for entry in entries if entry.is_unseen and entry.on_step and entry.value is not None]
 
-    def _shown(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    def _shown(self) -> _Shown:
         """Return the current values for callbacks, loggers and the progress bar."""
         shown = dict(self._callback_values), dict(self._logged_values), dict(self._bar_values)
         for entry in self._unseen_steps():
-            _show_step(entry, *shown)
+            _show_step(entry, shown)
         running = self._entries.get(self.stage or "", {}).values()
         if self.stage != "train":  # callbacks do not receive values of evaluation steps
             for entry in running:
                 if entry.on_step and entry.value is not None:
-                    _show_step(entry, {}, *shown[1:])
+                    _show_step(entry, ({}, *shown[1:]))
         if self.stage is not None and not self.is_in_batch:  # end-of-epoch hooks read the reductions
             for entry in running:
                 reduced = self._reduced(entry)
                 if reduced is not None:
-                    _show_epoch(entry, reduced, *shown)
+                    _show(entry, reduced, entry.names_for_epoch(), shown)
         return shown
 
     @property
@@ -446,12 +437,9 @@ class Results:
                     "is_unseen": entry.is_unseen,
                 }
             )
-        shown = {
-            "epoch": dict(self._callback_values),
-            "logged": dict(self._logged_values),
-            "bar": dict(self._bar_values),
-        }
-        return {"running": running, **shown, "evaluated": dict(self.num_evaluated)}
+        shown = {"epoch": self._callback_values, "logged": self._logged_values, "bar": self._bar_values}
+        evaluated = dict(self.num_evaluated)
+        return {"running": running, **{name: dict(each) for name, each in shown.items()}, "evaluated": evaluated}
 
     def _report_unsaved(self, name: str) -> None:
         if name not in self._unsaved:
@@ -483,3 +471,44 @@ class Results:
             if self._ranks.is_zero:  # reduced over all ranks, so only one rank continues the reduction
                 entry.total, entry.weight = move(saved["total"]), move(saved["weight"])
             restored[saved["name"], saved["is_in_batch"]] = entry
+
+
+def weight_of(batch_size: Any) -> Any:
+    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because the check would wait for the
+    device.
+
+    Raises:
+        RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.
+    """
+    is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
+    if not is_number and not isinstance(batch_size, Tensor):
+        action = "Pass the number of samples (or tokens) over which the value is averaged"
+        raise RoomierError("log: batch_size", batch_size, "must be a non-negative number", action)
+    return batch_size
+
+
+def reduction_of(reduce_fx: Any) -> str:
+    """Return the name of the reduction ``reduce_fx``.
+
+    Raises:
+        RoomierError: the reduction is not supported.
+    """
+    if isinstance(reduce_fx, str):
+        name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+    else:
+        name = next((each for each, fx in _FUNCTIONS.items() if reduce_fx in fx), getattr(reduce_fx, "__name__", "?"))
+        if name in REDUCTIONS and reduce_fx not in _FUNCTIONS[name]:
+            name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
+    if name not in REDUCTIONS:
+        advice = did_you_mean(name, REDUCTIONS)
+        advice += f"{'' if advice.endswith('?') else '.'} For another reduction, log a torchmetrics object"
+        raise RoomierError("log: reduce_fx", reduce_fx, "is not a known reduction", advice)
+    return name
+
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "mean": (torch.mean,),
+    "sum": (torch.sum, sum),
+    "min": (torch.min, min),
+    "max": (torch.max, max),
+}

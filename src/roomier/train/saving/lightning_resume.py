@@ -13,15 +13,16 @@ Every rank maps the file to memory and reads only its shards of the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback, ChecksState
+from roomier.api.lightning_module import seen_by_user
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, LoopPosition, books_of
@@ -99,15 +100,18 @@ def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFi
         CheckpointError: the file is damaged or is not a Lightning checkpoint. The error names ``field``.
     """
     found: list[LightningFile] = []
-
-    def read() -> None:
-        found.append(LightningFile(path))
-
-    try:
-        together(ranks, read)
-    except CheckpointError as error:
-        raise CheckpointError(field, str(path), error.problem, error.action) from error
+    with errors_about(field, path):
+        together(ranks, lambda: found.append(LightningFile(path)))
     return found[0]
+
+
+@contextmanager
+def errors_about(field: str, path: Path) -> Iterator[None]:
+    """Re-raise errors about the checkpoint ``path`` as errors about the argument ``field``."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(field, str(path), error.problem, error.action) from error
 
 
 def restore_lightning_weights(run: Run, path: Path) -> None:
@@ -134,7 +138,7 @@ def restore_lightning(run: Run, path: Path) -> None:
     """
     file = opened(path, run.ranks)
     show_checkpoint(run, file.content)  # called first, as in Lightning, because the hook may change all contents
-    try:
+    with errors_about("ckpt_path", path):
         position, names = file.position(), parameter_names(run.engine.module)
         if run.plan.optimizer.name is not None:
             named = run.plan.optimizer.name
@@ -143,8 +147,6 @@ def restore_lightning(run: Run, path: Path) -> None:
             raise file.error(problem, action)
         optimizers = file.optimizers(run.engine.optimizers, names)
         file.check_schedulers([config.scheduler for config in run.schedulers.configs])
-    except CheckpointError as error:
-        raise CheckpointError("ckpt_path", str(path), error.problem, error.action) from error
     restore_position = _position_setter(run, position)
     state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
     _check_values(run, file, state)
@@ -157,7 +159,9 @@ def restore_lightning(run: Run, path: Path) -> None:
     datamodule = run.settled.request.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in file.content:
         datamodule.load_state_dict(file.content[type(datamodule).__qualname__])
-    _restore_callbacks(run, file.content)
+    for callback in run.callbacks:
+        callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), file.content)
+    load_callbacks(_states_of_callbacks(run, file.content["callbacks"]), file.content["callbacks"])
     notice(f"resumed from {path}, a checkpoint of Lightning {file.version}, at step {run.progress.global_step}")
 
 
@@ -260,13 +264,13 @@ def _report_position_within_epoch(run: Run, batch_idx: int) -> None:
         )
 
 
-def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
-    trainer, left = run.trainer, dict(content["callbacks"])
-    for callback in run.callbacks:
-        callback.on_load_checkpoint(trainer, seen_by_user(run.module), content)
-    for callback, key, state in _states_of_callbacks(run, content["callbacks"]):
+def load_callbacks(found: Iterable[tuple[Callback, str, Any]], stored: Mapping[str, Any]) -> None:
+    """Load the state of each callback in ``found``, whose items are the callback, the key in ``stored``, and the state.
+    A notice reports the other states in ``stored``."""
+    left = dict(stored)
+    for callback, key, state in found:
         callback.load_state_dict(state)
-        left.pop(key)
+        del left[key]
     for key in (key for key, state in left.items() if state):
         notice(
             f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. The state is ignored"

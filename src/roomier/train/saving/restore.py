@@ -1,4 +1,5 @@
-"""Resume from a checkpoint: find the checkpoint, and restore its state."""
+"""Resume from a checkpoint: find the checkpoint, and restore its state. ``fit(weights=...)`` reads only the initial
+weights of a model, from safetensors files or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,40 +7,51 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.api.adapt import seen_by_user
 from roomier.api.callback import ChecksState, PlacesTensors
+from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.find import NoUsableCheckpointError, set_aside_incomplete
 from roomier.checkpoint.lightning import is_lightning_file
-from roomier.checkpoint.record import DamagedCheckpointError, malformed
+from roomier.checkpoint.record import RECORD_OF_DCP, DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
+from roomier.core.ranks import Ranks
 from roomier.data.position import check_generators
+from roomier.engine.weights_file import WeightsFile, prepare_nothing
 from roomier.plan import Plan
 from roomier.plan.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
+from roomier.run.settled import FirstWeights
 from roomier.techniques.adapters.found import as_keyword
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.train.opening.run_folder import PREFIX
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
-from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
+from roomier.train.saving.lightning_resume import (
+    LightningWeights,
+    errors_about,
+    load_callbacks,
+    restore_lightning,
+    restore_lightning_weights,
+    show_checkpoint,
+)
 
 _START_ANEW = "Restore a copy of the checkpoint, or pass ckpt_path=None to start from step 0"
 
@@ -184,13 +196,18 @@ def restore(run: Run, path: Path) -> None:
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
-            into["optimizers"] = run.engine.places(stored["optimizers"], is_spec=_is_spec, unneeded=checkpoint.UNREAD)
+            into["optimizers"] = run.engine.places(
+                stored["optimizers"],
+                is_spec=lambda value: isinstance(value, checkpoint.TensorSpec),
+                unneeded=checkpoint.UNREAD,
+            )
             run.schedulers.check(stored["schedulers"], stored["optimizers"])
             run.results.check(stored["results"])
             check_metric_states(run.module, stored["metrics"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
-        _report_differences(stored_plan, run.plan)
+        if differences := stored_plan.diff(run.plan):
+            notice("the plan differs from the plan of the checkpoint: " + "; ".join(map(str, differences)))
         state = checkpoint.load(
             path, into=into, ranks=run.ranks, empty=into.keys() - {"module"}, check=partial(_check_random_states, path)
         )
@@ -214,7 +231,9 @@ def restore(run: Run, path: Path) -> None:
     shown = ShownCheckpoint(state)
     for callback in run.callbacks:
         callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
-    _restore_callbacks(run, shown["callbacks"])
+    states = shown["callbacks"]
+    keys = {each.state_key: each for each in run.callbacks if each.state_key in states}
+    load_callbacks([(callback, key, states[key]) for key, callback in keys.items()], states)
     run.saves.step, run.saves.path = run.progress.global_step, path
     run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
@@ -223,10 +242,6 @@ def restore(run: Run, path: Path) -> None:
             f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks} ranks. The "
             "other ranks start with states derived from the state of rank 0"
         )
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, checkpoint.TensorSpec)
 
 
 def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -238,19 +253,18 @@ def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[s
     is_strict = run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
     if is_strict and own.keys() != stored.keys():
         found = [("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())]
-        shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
-        raise _of_another_model(path, shown)
-    for name in own.keys() & stored.keys() if is_strict else ():
-        here, there = (getattr(each[name], "shape", None) for each in (own, stored))
-        if here is not None and there is not None and tuple(here) != tuple(there):
-            raise _of_another_model(
-                path, f"{name} has shape {tuple(there)} in the checkpoint, but {tuple(here)} in this model"
-            )
-
-
-def _of_another_model(path: Path, difference: str) -> CheckpointError:
-    action = "Pass a checkpoint of this model, or build the model that was saved"
-    return CheckpointError("ckpt_path", str(path), f"does not match the model: {difference}", action)
+        differences = [f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names]
+    else:
+        shapes = [(name, *(getattr(each[name], "shape", None) for each in (own, stored))) for name in own if is_strict]
+        differences = [
+            f"{name} has shape {tuple(there)} in the checkpoint, but {tuple(here)} in this model"
+            for name, here, there in shapes
+            if here is not None and there is not None and tuple(here) != tuple(there)
+        ][:1]
+    if differences:
+        action = "Pass a checkpoint of this model, or build the model that was saved"
+        problem = f"does not match the model: {'; '.join(differences)}"
+        raise CheckpointError("ckpt_path", str(path), problem, action)
 
 
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,17 +347,6 @@ def _restore_schedulers(run: Run, stored: Plan, states: Sequence[Mapping[str, An
     run.schedulers.load_planned(states, run.num_steps_in_all, has_other_step_count=has_other_step_count)
 
 
-def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
-    left = dict(states)
-    for callback in run.callbacks:
-        if callback.state_key in left:
-            callback.load_state_dict(left.pop(callback.state_key))
-    for key in (key for key, state in left.items() if state):
-        notice(
-            f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. The state is ignored"
-        )
-
-
 def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:
     for callback in run.callbacks:
         key = callback.state_key
@@ -382,7 +385,99 @@ def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str,
     raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
 
 
-def _report_differences(stored: Plan, plan: Plan) -> None:
-    differences = stored.diff(plan)
-    if differences:
-        notice("the plan differs from the plan of the checkpoint: " + "; ".join(map(str, differences)))
+_RECORD_OF_CHECKPOINT = "run.json"
+
+
+@dataclass(frozen=True)
+class PlainCheckpoint:
+    """Weights from a checkpoint without adapters, for a model that has adapters. The weights are read before
+    quantization.
+
+    Args:
+        path: path of the checkpoint.
+        ranks: the ranks that read the checkpoint together.
+    """
+
+    path: Path
+    ranks: Ranks
+
+    def check(self, network: nn.Module) -> set[str]:
+        """Return the names of the tensors in ``network`` that the checkpoint provides, which are all tensors except
+        adapters."""
+        tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
+        return {name for name in tensors if not is_adapter(name)}
+
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
+        """Read the weights into the tensors of ``network``.
+
+        Args:
+            prepare: unused; required by the protocol :class:`WeightsToRead`.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not match the model.
+        """
+        plain = {name: each for name, each in network.state_dict().items() if not is_adapter(name)}
+        with errors_about("weights", self.path):
+            read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
+        network.load_state_dict(read, strict=False)  # calls set_extra_state; the tensors already contain the weights
+
+
+def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
+    """Return the source of the initial weights; an empty source if there are no weights to read.
+
+    Args:
+        weights: path of a safetensors file, a folder of safetensors files, a checkpoint or a Lightning ``.ckpt`` file;
+            None for no initial weights.
+        ckpt_path: the checkpoint that the run resumes from. If this argument is set, ``weights`` is not read.
+
+    Raises:
+        RoomierError: ``weights`` is not a path, or no such file exists.
+    """
+    if weights is None:
+        return FirstWeights()
+    if not isinstance(weights, (str, Path)):
+        action = "Pass a .safetensors file, a folder with model.safetensors, or a roomier or Lightning checkpoint"
+        raise RoomierError("weights", weights, "is not a path", action)
+    if ckpt_path is not None:
+        notice(f"weights={str(weights)!r} is not read, because the run resumes from {ckpt_path}")
+        return FirstWeights()
+    check_path("weights", weights)
+    path = at_home(weights)
+    if (path / _RECORD_OF_CHECKPOINT).is_file():
+        if plan.adapter.lora_rank is not None and not any(is_adapter(name) for name in _peek(path).get("module", {})):
+            return FirstWeights(file=PlainCheckpoint(path, ranks))
+        return FirstWeights(checkpoint=path)
+    if is_lightning_file(path):
+        return FirstWeights(file=LightningWeights(path, ranks))
+    _check_is_no_folder_of_checkpoints(path)
+    if not any(path.glob("model.safetensors*")):
+        refuse_deepspeed_checkpoint("weights", path)
+    return FirstWeights(file=WeightsFile(path))
+
+
+def restore_first_weights(run: Run) -> None:
+    """Load the initial weights of the model of ``run`` if a checkpoint contains them.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not match the model.
+    """
+    path = run.settled.start.weights.checkpoint
+    if path is not None:
+        with errors_about("weights", path):
+            restore_weights(run, path)
+
+
+def _check_is_no_folder_of_checkpoints(path: Path) -> None:
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return
+    newest = checkpoint.find_last(path)
+    if newest is not None:
+        problem = "is not a checkpoint, but a folder that contains checkpoints"
+        raise RoomierError("weights", str(path), problem, f"Pass one of them. The newest is {newest}")
+    if (path / RECORD_OF_DCP).is_file():
+        _peek(path)  # raises an error that describes a sharded checkpoint
+
+
+def _peek(path: Path) -> dict[str, Any]:
+    with errors_about("weights", path):
+        return peek_run(path)

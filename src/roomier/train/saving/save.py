@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.api.adapt import seen_by_user
-from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams
+from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams, seen_by_user
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.device.rng import rng_state
 from roomier.core.errors import CheckpointError
+from roomier.core.hugging_face import find_pretrained
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
+from roomier.run.progress import RunningStage, WantedSave
 from roomier.run.run import Run
-from roomier.run.saves import WantedSave
-from roomier.run.states import RunningStage
-from roomier.train.saving.pretrained import pretrained_config
 
 INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0
@@ -186,7 +185,7 @@ def full_state(run: Run) -> dict[str, Any]:
 
 
 def _description(run: Run) -> dict[str, Any]:
-    pretrained = pretrained_config(run.engine.module)
+    pretrained = _pretrained_config(run.engine.module)
     datamodule = run.settled.request.datamodule
     return {
         **({} if pretrained is None else {"pretrained": pretrained}),
@@ -286,3 +285,26 @@ def report_nothing_to_do(run: Run) -> None:
     else:
         limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
         notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise the limits to continue")
+
+
+def _pretrained_config(module: nn.Module) -> dict[str, Any] | None:
+    """Return a description of the Hugging Face model that ``module`` is or contains; None if it contains no such model.
+
+    Returns:
+        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The names of the model's weights start with
+        the prefix, such as ``"model."`` or ``""``. The generation config is None if the model does not generate text.
+    """
+    found = find_pretrained(module)
+    if found is None:
+        return None
+    prefix, model = found
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    # fully_shard creates a class for each module.
+    own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch."))
+    config["architectures"] = [own.__name__]
+    generation = getattr(model, "generation_config", None) if model.can_generate() else None
+    return {
+        "prefix": prefix,
+        "config": config,
+        "generation_config": None if generation is None else json.loads(generation.to_json_string()),
+    }

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.misspelled import check_hook_names
+from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
-from roomier.api.overrides import is_one, overrides
+from roomier.api.overrides import check_hook_names, is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
 from roomier.plan.levers import lever_that_frees_gradients

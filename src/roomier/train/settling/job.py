@@ -25,7 +25,7 @@ from roomier.core.replacing import replacing
 from roomier.core.untrusted import read_json
 from roomier.launch.job import job_names, num_restarts
 from roomier.plan import Plan
-from roomier.run.global_batch import GlobalBatch
+from roomier.run.accumulation import GlobalBatch
 from roomier.run.loaders import RunLoaders
 from roomier.train.opening.run_folder import is_run_folder
 from roomier.train.settling.micro_batch import with_accumulation

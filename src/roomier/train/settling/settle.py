@@ -12,17 +12,20 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roomier.api.kept_weights import kept_by
+from roomier.api.callback import kept_by
+from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import NoForecastError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.loggers.group import set_run_folder
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.fake.shapes import shapes_of
@@ -30,13 +33,16 @@ from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
+from roomier.train.opening.run_folder import run_folder
+from roomier.train.saving.restore import first_weights, resolve_checkpoint
 from roomier.train.settling.checks import check_hooks_need_no_gradients
-from roomier.train.settling.job import with_global_batch
+from roomier.train.settling.job import Job, job_of_fit, with_global_batch
 from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # the import loads torch's sharding, which one rank with an explicit strategy does not need
     from roomier.planner.choice import Choice
+
 
 _ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; the number does not affect memory
 
@@ -228,3 +234,42 @@ def _report(choice: Choice, asked: Plan) -> None:
             f"a step uses {chosen.plan.batch.accumulate_grad_batches} micro-batches of {chosen.micro_batch} samples "
             "on each rank, with the same total. The gradient is the same if the loss is a mean or a sum over samples"
         )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The start of a call, and the job to which a fit belongs.
+
+    Args:
+        start: the checkpoint and the folder of the run.
+        job: the job that is recorded in the run folder; None if no launcher restarts jobs.
+    """
+
+    start: Start
+    job: Job | None
+
+
+def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None) -> Found:
+    """Find the checkpoint from which ``request`` resumes, and create the run folder. Every rank must call this
+    function.
+
+    Args:
+        loggers: the loggers, which receive the run folder.
+        best_path: path of the best checkpoint of the last fit, for ``ckpt_path="best"``.
+
+    Raises:
+        RoomierError: the checkpoint or the weights file does not exist.
+    """
+    root, asked = request.root, request.ckpt_path
+    path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
+    job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
+    earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
+    if earlier is not None:
+        path = earlier.checkpoint
+    folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds rows to the logs of the fit
+    if request.is_fit:
+        folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
+    set_run_folder(loggers, folder)
+    weights = first_weights(request.weights, path, request.plan, ranks)
+    is_last = asked == "last" or earlier is not None
+    return Found(Start(path, folder, weights, None if earlier is None else earlier.batch, is_last), job)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from roomier import callbacks
 from roomier.api.callback import Callback
-from roomier.api.lightning_callbacks import added_names, builtin_class
+from roomier.api.overrides import added_names, builtin_class
 from roomier.callbacks import ModelCheckpoint
 from roomier.callbacks.checkpoint_ledger import Ledger
 from roomier.core.errors import RoomierError
@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 AS_THEY_ARE = ("EarlyStopping", "LambdaCallback", "Timer")
 
 _SHOWN = (
-    "best_model_path",
-    "best_model_score",
-    "best_k_models",
-    "kth_best_model_path",
-    "last_model_path",
-    "current_score",
-    "dirpath",
+    *("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "last_model_path"),
+    *("current_score", "dirpath"),
 )
 REFUSED = {
     "BatchSizeFinder": "Use Trainer(auto_scale_batch_size=True)",
@@ -189,24 +184,20 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
     own = _MirroredCheckpoint(
         given,
         dirpath=None if given.dirpath is None else Path(given.dirpath),
-        filename=given.filename,
-        monitor=given.monitor,
-        verbose=given.verbose,
-        save_last=given.save_last,
-        save_top_k=given.save_top_k,
         format=getattr(given, "format", "folder"),
         save_on_exception=getattr(given, "save_on_exception", False),
-        save_weights_only=given.save_weights_only,
-        mode=given.mode,
-        auto_insert_metric_name=given.auto_insert_metric_name,
-        every_n_train_steps=given._every_n_train_steps,
-        train_time_interval=given._train_time_interval,
-        every_n_epochs=given._every_n_epochs,
-        save_on_train_epoch_end=given._save_on_train_epoch_end,
-        enable_version_counter=given._enable_version_counter,
+        **_attributes(given, "filename monitor verbose save_last save_top_k save_weights_only mode"),
+        **_attributes(given, "auto_insert_metric_name"),
+        **_attributes(given, "every_n_train_steps train_time_interval every_n_epochs", prefix="_"),
+        **_attributes(given, "save_on_train_epoch_end enable_version_counter", prefix="_"),
     )
     own.FILE_EXTENSION = given.FILE_EXTENSION
     return own
+
+
+def _attributes(given: Any, names: str, prefix: str = "") -> dict[str, Any]:
+    """Return the arguments ``names``, which ``given`` stores as attributes whose names start with ``prefix``."""
+    return {name: getattr(given, f"{prefix}{name}") for name in names.split()}
 
 
 def _lr_monitor(given: Any) -> callbacks.LearningRateMonitor:
@@ -225,29 +216,14 @@ def _backbone_finetuning(given: Any) -> callbacks.BaseFinetuning:
     is_derived: bool = type(given) is not builtin_class(given)
     if is_derived:
         return _Finetuning(given)
-    return callbacks.BackboneFinetuning(
-        unfreeze_backbone_at_epoch=given.unfreeze_backbone_at_epoch,
-        lambda_func=given.lambda_func,
-        backbone_initial_ratio_lr=given.backbone_initial_ratio_lr,
-        backbone_initial_lr=given.backbone_initial_lr,
-        should_align=given.should_align,
-        initial_denom_lr=given.initial_denom_lr,
-        train_bn=given.train_bn,
-        verbose=given.verbose,
-        rounding=given.rounding,
-    )
+    names = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align"
+    return callbacks.BackboneFinetuning(**_attributes(given, f"{names} initial_denom_lr train_bn verbose rounding"))
 
 
 def _stochastic_weight_averaging(given: Any) -> Callback:
+    names = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy device"
     own_fn = None if given._avg_fn is type(given).avg_fn else given._avg_fn
-    return callbacks.StochasticWeightAveraging(
-        given._swa_lrs,
-        given._swa_epoch_start,
-        given._annealing_epochs,
-        given._annealing_strategy,
-        own_fn,
-        given._device,
-    )
+    return callbacks.StochasticWeightAveraging(**_attributes(given, names, prefix="_"), avg_fn=own_fn)
 
 
 def _progress_bar(given: Any) -> callbacks.ProgressBar:

@@ -199,34 +199,20 @@ NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shor
 
 OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-HANDLED = {
-    *OF_BATCH,
-    "optimizer",
-    "optimizer.type",
-    "scheduler",
-    "scheduler.type",
-    "gradient_clipping",
-    "gradient_allreduce_op",
-    "communication_data_type",
-    "fp16.enabled",
-    "bf16.enabled",
-    "bf16.bf16_master_weights_and_grads",
-    "torch_autocast.enabled",
-    "torch_autocast.dtype",
-    "zero_optimization",
-    "zero_optimization.stage",
-    "zero_optimization.mics_shard_size",
-    "zero_optimization.cpu_offload",
-    "zero_optimization.cpu_offload_param",
-    "zero_optimization.cpu_offload_params",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_optimizer.ratio",
-    "activation_checkpointing.partition_activations",
-    "activation_checkpointing.cpu_checkpointing",
+_CONVERTED = {
+    # section: keys
+    "": "gradient_clipping gradient_allreduce_op communication_data_type optimizer scheduler zero_optimization",
+    "optimizer.": "type",
+    "scheduler.": "type",
+    "fp16.": "enabled",
+    "bf16.": "enabled bf16_master_weights_and_grads",
+    "torch_autocast.": "enabled dtype",
+    "zero_optimization.": "stage mics_shard_size cpu_offload cpu_offload_param cpu_offload_params",
+    "zero_optimization.offload_param.": "device nvme_path",
+    "zero_optimization.offload_optimizer.": "device nvme_path ratio",
+    "activation_checkpointing.": "partition_activations cpu_checkpointing",
 }
+HANDLED = {*OF_BATCH, *(f"{section}{key}" for section, keys in _CONVERTED.items() for key in keys.split())}
 """Keys that :mod:`roomier.plan.migrate.deepspeed.config` converts."""
 
 KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS, *NUMBERS}

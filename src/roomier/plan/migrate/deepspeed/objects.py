@@ -10,10 +10,9 @@ from typing import Any
 
 from roomier.core.errors import PlanError
 from roomier.core.untrusted import read_text
-from roomier.plan.migrate.answers import Answers
+from roomier.plan.migrate.answers import Answers, setting_of
 from roomier.plan.migrate.deepspeed.config import answers_to_config, is_config
 from roomier.plan.migrate.lightning_strategies import answer_environment
-from roomier.plan.migrate.objects import setting_of
 from roomier.plan.text import load_json
 
 CLASSES = ("DeepSpeedStrategy", "DeepSpeedPlugin")
@@ -34,25 +33,13 @@ _OF_ACCELERATE = {
 }
 
 _ZERO = (
-    "stage",
-    "cpu_offload",
-    "cpu_offload_params",
-    "cpu_offload_use_pin_memory",
-    "contiguous_gradients",
-    "overlap_comm",
-    "allgather_partitions",
-    "reduce_scatter",
-    "allgather_bucket_size",
-    "reduce_bucket_size",
-    "sub_group_size",
-    "offload_optimizer",
-    "offload_parameters",
+    *("stage", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory", "contiguous_gradients"),
+    *("overlap_comm", "allgather_partitions", "reduce_scatter", "allgather_bucket_size", "reduce_bucket_size"),
+    *("sub_group_size", "offload_optimizer", "offload_parameters"),
 )
 _ACTIVATIONS = (
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary",
+    *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+    *("synchronize_checkpoint_boundary",),
 )
 """Attributes of former plugins, which store their settings as attributes instead of a configuration."""
 

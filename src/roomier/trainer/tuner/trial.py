@@ -29,12 +29,15 @@ from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
 from roomier.data.first_batch import check_is_repeatable, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
+from roomier.loggers.silent import SilentLogger
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
+from roomier.run.progress import Progress, TrainerState
 from roomier.run.run import Run, call
 from roomier.run.settled import CutBatches
 from roomier.train.fit import fit
-from roomier.train.tuner.tunable import Tunable
+from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.session import request_of, session
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class TrialOverError(Exception):
 
 
 def run_trial(
-    trainer: Tunable,
+    trainer: TrainerAttributes,
     subject: Subject,
     *,
     plan: Plan,
@@ -99,14 +102,15 @@ def run_trial(
         for loader in _read_by(subject):
             check_is_repeatable(loader, "train_dataloaders", "set the value manually")
             stack.enter_context(untouched(loader))
-        trial = trainer.copy_for_trial(plan, _options_of_trial(trainer.options, max_steps), callback)
+        trial = _copied_for_trial(trainer, plan, _options_of_trial(trainer.options, max_steps), callback)
         model, datamodule = _copied(subject, trainer, trial)
         if change_model is not None:
             change_model(model)
         stack.enter_context(quiet())
         loaders = {"train": subject.train_dataloaders, "val": None}
+        request = request_of(trial, "fit", model, loaders, datamodule, weights=subject.weights)
         try:
-            with trial.session_of_trial(model, loaders, datamodule, subject.weights, cut) as run:
+            with session(trial, dataclasses.replace(request, cut=cut), adds_callbacks=False) as run:
                 if prepare is not None:
                     prepare(run)
                 call(run.hooks.on_fit_start)
@@ -133,7 +137,9 @@ def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
     )
 
 
-def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Module, DataModule | None]:
+def _copied(
+    subject: Subject, trainer: TrainerAttributes, trial: TrainerAttributes
+) -> tuple[nn.Module, DataModule | None]:
     """Return copies of the model and the DataModule. The copies use the same data as the originals."""
     memo: dict[int, Any] = {id(trainer): trial}
     for part in subject.model.modules():
@@ -147,12 +153,6 @@ def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Modu
         problem = f"cannot be copied for a trial: {type(error).__name__}: {error}"
         action = "Move objects that cannot be copied out of the module, or set the value manually"
         raise RoomierError("model", type(subject.model).__name__, problem, action) from error
-
-
-def _owners(subject: Subject) -> Iterator[Any]:
-    yield from subject.model.modules()
-    if subject.datamodule is not None:
-        yield subject.datamodule
 
 
 def _read_by(subject: Subject) -> list[Any]:
@@ -172,7 +172,8 @@ def _read_by(subject: Subject) -> list[Any]:
 
 def _held_data(subject: Subject) -> Iterator[Any]:
     """Yield the datasets and loaders that are attributes of the model or the DataModule."""
-    for owner in _owners(subject):
+    datamodules = [] if subject.datamodule is None else [subject.datamodule]
+    for owner in (*subject.model.modules(), *datamodules):
         for value in vars(owner).values():
             if isinstance(value, (Dataset, DataLoader)):
                 yield value
@@ -189,3 +190,30 @@ def _leaves(loaders: Any) -> Iterator[Any]:
             yield from _leaves(each)
     elif loaders is not None and not isinstance(loaders, (list, tuple)):
         yield loaders
+
+
+def _copied_for_trial(
+    trainer: TrainerAttributes, plan: Plan, options: LoopOptions, callback: Callback
+) -> TrainerAttributes:
+    """Return a Trainer that has the settings of ``trainer`` and writes no files. The only callback of the new Trainer
+    is ``callback``."""
+    trial = copy.copy(trainer)
+    own = vars(trial)
+    own.update({name: _container(value) for name, value in own.items()})
+    own["options"] = options
+    trial.callbacks = [callback]
+    trial.loggers, trial.file_loggers = [SilentLogger()] if trainer.loggers else [], []
+    trial.plan = trial.requested_plan = plan
+    trial.logger_is_on = trial.enable_checkpointing = False
+    trial.state = TrainerState()
+    trial.set_path = None
+    trial.forget_runs(Progress())
+    trial.predict_loop = trainer.predict_loop
+    return trial
+
+
+def _container(value: Any) -> Any:
+    """Return a copy of a list, dict or set. Return any other value unchanged."""
+    if isinstance(value, dict):
+        return {name: _container(item) for name, item in value.items()}
+    return copy.copy(value) if isinstance(value, (list, set)) else value

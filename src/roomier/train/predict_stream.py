@@ -1,4 +1,4 @@
-"""Synchronization of all ranks before each round of a prediction stream.
+"""Predictions that are computed one at a time, on request.
 
 [Note: roll call]
 Ranks predict together, because they all-gather sharded weights in forward and outputs after the forward pass. However,
@@ -16,9 +16,10 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -27,6 +28,17 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.data.source import Source
+from roomier.run.run import Run, call
+from roomier.train.evaluate import (
+    batch_runner,
+    evaluation_mode,
+    on_host,
+    take_statistics_of_rank_zero,
+    turns,
+    without_gradients,
+)
+from roomier.train.step import transfer_of
 
 REPORT_AFTER_S = 30.0
 GIVE_UP_AFTER_S = 1800.0  # the same timeout as for collectives, because user code can process a prediction slowly
@@ -35,11 +47,11 @@ _ERROR_COMES_WITHIN_S = 1.0  # a failed rank reports its error within this time 
 _HERE, _LEFT = "here", "left"
 
 
-class RollCall:
+class _RollCall:
     """Context in which this rank participates in a stream. A rank that exits the context early informs the other ranks.
 
     Args:
-        ranks: the ranks of the stream. All ranks must create a RollCall at the same point.
+        ranks: the ranks of the stream. All ranks must create a _RollCall at the same point.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -118,3 +130,72 @@ def _have_failed() -> bool:
     from roomier.launch.group import failure_is_reported  # late import: a single process needs no process group
 
     return failure_is_reported(_ERROR_COMES_WITHIN_S)
+
+
+T = TypeVar("T")
+
+
+def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
+    """Return a generator that yields the output of ``predict_step`` for each batch of ``run.batches.evaluated``.
+
+    The first value of the generator is None. The first request enters the context ``session``. The generator calls the
+    same hooks as ``predict``. User code runs between the yielded values. The generator therefore resets the gradient
+    mode and the logging stage before it yields a value.
+    """
+    with session as run:
+        run.engine.settle()
+        take_statistics_of_rank_zero(run)
+        # If the generator is closed early, no error is raised, and the hooks at the end are not called.
+        with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), _RollCall(run.ranks) as roll_call:
+            yield from _all(run, roll_call)
+        run.engine.settle()
+
+
+def _all(run: Run, roll_call: _RollCall) -> Iterator[Any]:
+    results, hooks = run.results, run.hooks
+    with without_gradients(run):
+        call(hooks.on_predict_start)
+        call(hooks.on_predict_epoch_start)
+    yield None
+    num_sources = len(run.batches.evaluated)
+    for index, (source, limit) in enumerate(zip(run.batches.evaluated, run.batches.limits, strict=True)):
+        yield from _of_source(run, source, limit, index if num_sources > 1 else None, roll_call)
+    with without_gradients(run):
+        results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
+        results.call(hooks.on_predict_epoch_end)
+        run.log_metrics(results.end_epoch("predict"))
+        call(hooks.on_predict_end)
+    run.vote(waits=True)  # a signal that is received on one rank stops all ranks
+
+
+def _of_source(
+    run: Run, source: Source, limit: float, dataloader_idx: int | None, roll_call: _RollCall
+) -> Iterator[Any]:
+    """Yield the output of each batch. With several ranks, yield the outputs of all ranks after each round, in the order
+    of the batches."""
+    results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
+    run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
+    for batch_idx, turn in enumerate(_after_roll_call(turns(run, source, source.turns(limit)), roll_call)):
+        host_batch, run.now.batch_number, counts = turn
+        with without_gradients(run):
+            results.stage, results.dataloader_idx = "predict", dataloader_idx
+            output = on_host(run, run_batch(host_batch, batch_idx, counts))
+            results.stage = None
+        if run.ranks.is_alone:
+            yield output
+        else:
+            of_round = run.ranks.gather((run.now.batch_number, output) if counts else None, allows_pickle=True)
+            for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
+                yield each
+        output = None
+
+
+def _after_roll_call(rounds: Iterator[T], roll_call: _RollCall) -> Iterator[T]:
+    """Yield the items of ``rounds``. Before each item, wait until all ranks are present. All ranks reach the end
+    together."""
+    while True:
+        roll_call.wait()
+        try:
+            yield next(rounds)
+        except StopIteration:
+            return

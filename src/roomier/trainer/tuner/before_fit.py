@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from roomier.checkpoint.run_state import peek_run
+from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.launch import join
 from roomier.plan import Plan
 from roomier.run.run import Run
 from roomier.train.saving.restore import resolve_checkpoint
 from roomier.train.settling.job import checkpoint_after_restart
-from roomier.train.tuner.learning_rate import attribute_of, set_attribute
-from roomier.train.tuner.range_test import lr_find
-from roomier.train.tuner.trial import Subject
-from roomier.train.tuner.tunable import Tunable
+from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.tuner.range_test import attribute_of, lr_find, set_attribute
+from roomier.trainer.tuner.trial import Subject
 
 if TYPE_CHECKING:
-    from roomier.train.tuner.curve import LearningRateCurve
+    from roomier.trainer.tuner.range_test import LearningRateCurve
 
 PICTURE = "lr_find.png"
 
@@ -38,14 +39,14 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "must be a bool or the name of an attribute", action)
     if isinstance(auto_scale_batch_size, bool):
         return
-    from roomier.train.tuner.batch_size import MODES  # late import: most runs do not search
+    from roomier.trainer.tuner.batch_size import MODES  # late import: most runs do not search
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
         raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not a known mode", action)
 
 
-def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
+def tune(trainer: TrainerAttributes, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
     """Run the searches that the flags of ``trainer`` request, and use the results in the next fit.
 
     The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted previously. In both cases,
@@ -60,7 +61,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
         return None
     best = trainer.checkpoint_callback
     best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
-    trainer.join_ranks()
+    trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
     asked = trainer.set_path if ckpt_path is None else ckpt_path
     path = trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if trainer.keeps_files:
@@ -70,7 +71,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
         return None
     if size:
         mode = size if isinstance(size, str) else "power"
-        from roomier.train.tuner.batch_size import scale_batch_size  # late import: most runs do not search
+        from roomier.trainer.tuner.batch_size import scale_batch_size  # late import: most runs do not search
 
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
@@ -93,12 +94,12 @@ def write_picture(curve: LearningRateCurve, run: Run) -> None:
         notice(f"auto_lr_find: cannot write the plot of the curve: {error}")
 
 
-def _was_fitted(trainer: Tunable, model: nn.Module) -> bool:
+def _was_fitted(trainer: TrainerAttributes, model: nn.Module) -> bool:
     fitted = trainer.fitted
     return fitted is not None and (fitted.module is model or getattr(fitted.module, "network", None) is model)
 
 
-def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
+def _take_from(trainer: TrainerAttributes, model: nn.Module, path: Path) -> None:
     try:
         record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
@@ -109,11 +110,11 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
     elif trainer.auto_lr_find and trainer.requested_plan.optimizer.name is None:
         _put_kept_rate(trainer, model, record.get("hyperparameters", {}))
     if trainer.auto_scale_batch_size:
-        trainer.use_next(num_micro_batches=stored.batch.accumulate_grad_batches)
+        trainer.micro_batch, trainer.num_micro_batches = None, stored.batch.accumulate_grad_batches
     notice("auto_lr_find, auto_scale_batch_size: skipped, because the fit resumes with the values of its checkpoint")
 
 
-def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
+def _put_kept_rate(trainer: TrainerAttributes, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
     # The optimizer resumes with this learning rate in any case. The attribute is set for code that reads it.
     with suppress(RoomierError):  # The attribute may no longer exist.
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")

@@ -1,9 +1,13 @@
-"""Learning rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186)."""
+"""Learning rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186), and its
+result: the measured losses, the suggested rate, and a plot."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -11,21 +15,151 @@ from torch import nn
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.run.run import Run, run_of
 from roomier.run.schedulers import Schedulers
 from roomier.techniques.optim.configured import read_configured
-from roomier.train.tuner.curve import LearningRateCurve, smoothed
-from roomier.train.tuner.learning_rate import attribute_of, set_attribute
-from roomier.train.tuner.trial import Subject, run_trial
-from roomier.train.tuner.tunable import Tunable
+from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.tuner.trial import Subject, run_trial
+
+_SMOOTHING = 0.98
+_REACH = 1 / 8  # Extent of the fitted line on each side, as a fraction of the steps that are not ignored.
+
+
+@dataclass(frozen=True)
+class LearningRateCurve:
+    """Curve of the loss as a function of the learning rate.
+
+    Attributes:
+        learning_rates: learning rate of each optimizer step, in ascending order.
+        raw_losses: loss of each step before its update.
+        losses: smoothed losses (exponential average with factor 0.98, bias-corrected).
+        mode: spacing of the rates: ``"exponential"`` or ``"linear"``.
+
+    Example:
+        >>> curve = Tuner(trainer).lr_find(model, loader)
+        >>> curve.suggestion()
+        >>> curve.save_png("lr_find.png")
+    """
+
+    learning_rates: tuple[float, ...]
+    raw_losses: tuple[float, ...]
+    mode: str = "exponential"
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Smoothed losses."""
+        return smoothed(self.raw_losses)
+
+    @property
+    def results(self) -> dict[str, list[float]]:
+        """Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's learning rate finder."""
+        return {"lr": list(self.learning_rates), "loss": list(self.losses)}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the rate at which the loss decreases most steeply; None if the loss never decreases or the number of
+        steps is too small.
+
+        The slope at a step is the slope of a line fitted to the surrounding losses (on each side, an eighth of the
+        steps that are not ignored). The line is fitted to the losses as a function of the logarithm of the rate, or of
+        the rate itself if the rate increases linearly. A line through fewer losses would be too sensitive to the noise
+        of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which
+        the loss begins to decrease, and the rate at which the loss stops decreasing. The rate of the steepest descent
+        is between these two rates.
+
+        Args:
+            skip_begin: number of steps to ignore at the beginning.
+            skip_end: number of steps to ignore at the end.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        return None if index is None else self.learning_rates[index]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Return a matplotlib figure with the curve.
+
+        Args:
+            suggest: True to mark the suggested rate.
+            show: True to open a window.
+            ax: axes to draw on; None creates a figure.
+
+        Raises:
+            RoomierError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            action = "Run: pip install matplotlib. The values of the curve are in .results"
+            raise RoomierError("plot", "matplotlib", f"is not installed ({error})", action) from error
+        if ax is None and show:
+            from matplotlib import pyplot
+
+            _, ax = pyplot.subplots()
+        elif ax is None:
+            # This Figure has no window, and matplotlib has no global reference to it.
+            ax = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()
+        losses = self.losses
+        ax.plot(self.learning_rates, self.raw_losses, color="0.8", linewidth=0.8)
+        ax.plot(self.learning_rates, losses, color="C0")
+        low, high = min(losses, default=0.0), max(losses, default=1.0)
+        ax.set_ylim(low - 0.1 * (high - low or 1.0), high + 0.1 * (high - low or 1.0))
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        index = self._steepest() if suggest else None
+        if index is not None:
+            ax.plot(self.learning_rates[index], losses[index], "o", color="C3")
+            ax.set_title(f"learning rate of the steepest descent: {self.learning_rates[index]:.3g}")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss")
+        figure = ax.get_figure()
+        if show:
+            figure.show()
+        return figure
+
+    def save_png(self, path: str | Path, *, suggest: bool = True) -> None:
+        """Save the figure of :meth:`plot` as a PNG file at ``path``.
+
+        Raises:
+            RoomierError: matplotlib is not installed.
+        """
+        self.plot(suggest=suggest).savefig(path, format="png", dpi=120)
+
+    def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+        losses, rates = self.raw_losses, self.learning_rates
+        xs = [math.log(rate) for rate in rates] if self.mode == "exponential" else list(rates)
+        first, end = max(skip_begin, 0), len(losses) - max(skip_end, 0)
+        reach = max(2, round(_REACH * (end - first)))
+        slopes = {
+            index: _slope(xs[index - reach : index + reach + 1], losses[index - reach : index + reach + 1])
+            for index in range(first + reach, end - reach)
+        }
+        if not slopes:
+            return None
+        steepest = min(slopes, key=slopes.__getitem__)
+        return steepest if slopes[steepest] < 0 else None
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the slope of the least-squares line."""
+    middle = sum(xs) / len(xs)
+    return sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+
+
+def smoothed(losses: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the bias-corrected exponential averages of ``losses``, one average for each loss."""
+    average, found = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        found.append(average / (1 - _SMOOTHING**number))
+    return tuple(found)
+
 
 Mode = Literal["exponential", "linear"]
 
 
 def lr_find(
-    trainer: Tunable,
+    trainer: TrainerAttributes,
     model: nn.Module | Subject,
     train_dataloaders: Any = None,
     *,
@@ -173,12 +307,14 @@ class _RangeTest(Callback):
         if run.module.automatic_optimization:
             run.schedulers = Schedulers(run.module, ())
 
-    def on_train_batch_start(self, trainer: Tunable, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         rate = self._rates[min(trainer.global_step, len(self._rates) - 1)]
         for group, share in self._groups:
             group["lr"] = rate * share
 
-    def on_train_batch_end(self, trainer: Tunable, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         run = run_of(trainer, "lr_find")
         if run.progress.global_step <= len(self.losses):
             return
@@ -217,3 +353,46 @@ def _check_is_used(module: Module, name: str, probe: float, highest: list[float]
     if again == highest:
         problem = f"has no effect on the learning rates in configure_optimizers of {type(network).__name__}"
         raise RoomierError("attr_name", name, problem, f"Use self.{name} in configure_optimizers")
+
+
+NAMES = ("lr", "learning_rate")
+
+
+def attribute_of(model: nn.Module, name: str = "") -> str:
+    """Return the name of the attribute of ``model``, or of its ``hparams``, that contains its learning rate.
+
+    Args:
+        model: model that contains the attribute.
+        name: name of the attribute. If ``name`` is empty, the attribute ``lr`` is used if it exists, otherwise
+            ``learning_rate``.
+
+    Raises:
+        RoomierError: the attribute does not exist.
+    """
+    for each in [name] if name else NAMES:
+        if hasattr(model, each) or each in _hparams(model):
+            return each
+    kind = type(model).__name__
+    if name:
+        problem = f"must be an attribute of {kind} or of its hparams"
+        raise RoomierError("attr_name", name, problem, "Use the name of an existing attribute")
+    action = (
+        "Use self.lr or self.hparams.lr in configure_optimizers, name another attribute (auto_lr_find='my_lr'), or let "
+        "the Trainer create the optimizer: Trainer(optimizer='adamw', auto_lr_find=True)"
+    )
+    raise RoomierError("auto_lr_find", kind, "requires an attribute lr or learning_rate", action)
+
+
+def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
+    """Set the attribute ``name`` of ``model`` and the entry ``name`` of its ``hparams`` to ``learning_rate``. An
+    attribute or entry that does not exist is not created."""
+    hparams = _hparams(model)
+    if name in hparams:
+        hparams[name] = learning_rate
+    if hasattr(model, name):
+        setattr(model, name, learning_rate)
+
+
+def _hparams(model: nn.Module) -> MutableMapping[str, Any]:
+    found = getattr(model, "hparams", None)
+    return found if isinstance(found, MutableMapping) else {}

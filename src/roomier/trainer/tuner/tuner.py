@@ -8,10 +8,9 @@ from torch import nn
 
 from roomier.api.datamodule import DataModule
 from roomier.core.errors import RoomierError
-from roomier.train.tuner.batch_size import scale_batch_size
-from roomier.train.tuner.curve import LearningRateCurve
-from roomier.train.tuner.range_test import Mode, lr_find
-from roomier.train.tuner.tunable import Tunable
+from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.tuner.batch_size import scale_batch_size
+from roomier.trainer.tuner.range_test import LearningRateCurve, Mode, lr_find
 
 
 class Tuner:
@@ -26,7 +25,7 @@ class Tuner:
         >>> trainer.fit(model, loader)
     """
 
-    def __init__(self, trainer: Tunable) -> None:
+    def __init__(self, trainer: TrainerAttributes) -> None:
         self._trainer = trainer
 
     def lr_find(

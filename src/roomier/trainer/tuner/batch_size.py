@@ -14,6 +14,7 @@ from torch import nn
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TrackedStep, first_step_of, tracked_step
 from roomier.core.device.memory import release_cached
 from roomier.core.device.resolve import resolve_device
@@ -24,15 +25,15 @@ from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request
 from roomier.train.settling.micro_batch import samples_of_step, with_micro_batch
-from roomier.train.tuner.trial import Subject, TrialOverError, run_trial
-from roomier.train.tuner.tunable import Tunable
+from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.tuner.trial import Subject, TrialOverError, run_trial
 
 _FIELD = "auto_scale_batch_size"
 MODES = ("power", "binsearch")
 
 
 def scale_batch_size(
-    trainer: Tunable,
+    trainer: TrainerAttributes,
     model: nn.Module | Subject,
     train_dataloaders: Any = None,
     *,
@@ -95,7 +96,8 @@ def scale_batch_size(
         raise RoomierError(_FIELD, sizes[0], f"a micro-batch of {sizes[0]} samples does not fit into {limit}", action)
     if margin:
         found = max(size for size in sizes if size <= max(1, int(found * (1 - margin))))
-    trainer.use_next(plan=plan, micro_batch=found)
+    trainer.plan = trainer.requested_plan = plan
+    trainer.micro_batch, trainer.num_micro_batches = found, None
     return found
 
 
@@ -149,7 +151,7 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
         raise RoomierError("margin", margin, "must be at least 0 and less than 1", "Use a number such as 0.05")
 
 
-def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
+def _limit_bytes(trainer: TrainerAttributes, memory_budget: int | str | None) -> int | None:
     """Return the memory limit of a step; None means the memory of the device.
 
     Raises:
@@ -175,7 +177,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
 
 @dataclasses.dataclass(frozen=True)
 class _Trials:
-    trainer: Tunable
+    trainer: TrainerAttributes
     subject: Subject
     plan: Plan
     num_steps: int
@@ -237,24 +239,26 @@ class _PeakOfAStep(Callback):
         self._step = 0
         self._tracked: TrackedStep | None = None
 
-    def on_train_start(self, trainer: Tunable, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         self._step = first_step_of(trainer)
         if of_epoch > 1 and self._step % of_epoch == 0:  # the last step of an epoch may contain fewer samples
             self._step += 1
         self._tracked = tracked_step(trainer, self._step)
 
-    def on_train_batch_start(self, trainer: Tunable, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._tracked is not None:
             self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(self, trainer: Tunable, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         tracker = None if self._tracked is None else self._tracked.end_batch(trainer)
         if tracker is not None:
             self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
             self._tracked = None
             trainer.should_stop = True
 
-    def on_exception(self, trainer: Tunable, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         if self._tracked is not None:
             self._tracked.pause()
