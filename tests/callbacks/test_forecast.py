@@ -20,7 +20,7 @@ from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.measured.record import ForecastRecord, read_record
 from roomier.planner.memory import predict
-from roomier.trainer import Trainer, session
+from roomier.trainer import Trainer, report
 from tests.covering import few
 from tests.planner import page_examples
 from tests.ranks.pool import RankPool
@@ -134,23 +134,23 @@ def test_default_callback_tracks_only_large_runs(
     fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert default_callbacks(fit()) == []
-    monkeypatch.setattr(session, "LARGE_BYTES", 10**6)
+    monkeypatch.setattr(report, "LARGE_BYTES", 10**6)
     assert len(default_callbacks(fit(max_steps=1))) == 1
     assert "ended before step" not in capsys.readouterr().err
     large = fit()
     assert len(default_callbacks(large)) == 1
     assert (Path(large.log_dir) / "forecast.json").is_file()
     assert default_callbacks(fit(fast_dev_run=True)) == []
-    monkeypatch.setattr(session, "LARGE_BYTES", 10**7)
+    monkeypatch.setattr(report, "LARGE_BYTES", 10**7)
     large.fit(large.model or Language(), [BATCH] * 2)
     assert default_callbacks(large) == [], "the callback of the first fit is not added to the second"
 
 
 def test_default_callback_skips_compiled_runs(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "LARGE_BYTES", 10**6)
+    monkeypatch.setattr(report, "LARGE_BYTES", 10**6)
     for compiled, num_callbacks in ((False, 1), (True, 0)):
         trainer = make_trainer(compile=compiled, optimizer="adamw")
-        session.prepare_forecast(trainer, Language())
+        report.prepare_forecast(trainer, Language())
         assert len(default_callbacks(trainer)) == num_callbacks
 
 
@@ -160,7 +160,7 @@ def test_model_without_formula_is_trained_without_a_forecast(
     def fail(*arguments: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(session, "LARGE_BYTES", 10**6)
+    monkeypatch.setattr(report, "LARGE_BYTES", 10**6)
     monkeypatch.setattr(predict, "predict", fail)
     trainer = fit(max_steps=1)
     assert default_callbacks(trainer) == []
@@ -263,7 +263,7 @@ class Writing(Made):
 
 
 def default_callbacks_on_ranks(root: Path) -> list[list[str]]:
-    session.LARGE_BYTES = 10**4
+    report.LARGE_BYTES = 10**4
     trainer = Trainer(
         strategy="zero3",
         devices=2,

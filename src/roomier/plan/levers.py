@@ -134,6 +134,7 @@ def without(plan: AnyPlan, levers: Sequence[Lever] = LEVERS) -> AnyPlan:
 
 
 def read(plan: PlanParts, field: str) -> Any:
+    """Return the value of ``field``, such as ``"loss.chunked"``, in ``plan``."""
     section, _, name = field.partition(".")
     return getattr(getattr(plan, section), name)
 

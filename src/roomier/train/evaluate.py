@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roomier.api.hooks import step_of
-from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.core.errors import RoomierError, TrainingError, shorten
+from roomier.core.tree import leaves, tensors
+from roomier.core.world import World
+from roomier.run.progress import WindowBatches
+from roomier.run.run import Run, call
+
+if TYPE_CHECKING:
+    from roomier.run.run import Run
+
+
+from collections import Counter, deque
+
+from torch import nn
+
+from roomier.api.lightning_module import LightningAdapter
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.data.turns import Turn
 from roomier.run.logged.results import Results
 from roomier.run.progress import RunningStage
-from roomier.run.run import Run, call
+from roomier.run.run import Run
 from roomier.techniques.loss.lazy_logits import computed
-from roomier.train.step import note_text, transfer_of
+from roomier.train.step import transfer_of
 
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -369,3 +382,29 @@ def _keep_contents(value: Any, undo: list[Undo]) -> None:
         undo.append(restore)
         for each in content.values() if isinstance(content, dict) else ():
             _keep_contents(each, undo)
+
+
+def note_batches(error: Exception, window: WindowBatches, world: World) -> None:
+    """Add a note to the ``error`` of a training step if there are several ranks or ``num_loss_terms`` failed. The note
+    names the batches of the step and, with several ranks, the rank.
+
+    :func:`note_text` can add another note about the first batch.
+    """
+    if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
+        first, last = window.first_batch, window.first_batch + len(window.batches) - 1
+        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
+        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
+        error.add_note(f"the step{on_rank} used {batches} of epoch {window.epoch}")
+    note_text(error, window.batches[0], "train_dataloaders")
+
+
+def note_text(error: Exception, batch: Any, name: str) -> None:
+    """Add a note to ``error`` if ``batch`` contains text and no tensor, unless ``error`` is a RoomierError.
+
+    Args:
+        name: name of the user's argument that contains the loader, for the message.
+    """
+    is_text = any(isinstance(leaf, (str, bytes)) for leaf in leaves(batch)) and next(tensors(batch), None) is None
+    if is_text and not isinstance(error, RoomierError):
+        action = "Convert the text to tensors in the dataset or in collate_fn, with a tokenizer"
+        error.add_note(f"{name}={shorten(batch)}: the batch contains text and no tensor. {action}")

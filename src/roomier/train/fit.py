@@ -7,20 +7,16 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from roomier.api.callback import GoBackError
-from roomier.api.lightning_module import LightningAdapter
 from roomier.core.device.rng import set_rng_state
-from roomier.core.errors import TrainingError
-from roomier.core.log import notice, quiet
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.run import Run, call
-from roomier.train.evaluate import preserved_rng, validate_within_fit
-from roomier.train.opening.open_run import batches_of_fit
-from roomier.train.saving.restore import restore
-from roomier.train.saving.save import report_nothing_to_do, save_point, settle_background_save
-from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, note_batches, update_of
+from roomier.train.evaluate import note_batches, validate_within_fit
+from roomier.train.reload import reload_loaders
+from roomier.train.saving.restore import go_back
+from roomier.train.saving.save import report_nothing_to_do, save_point
+from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
 def fit(run: Run) -> None:
@@ -69,7 +65,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
     """Start or resume the current epoch, and return an iterator over its remaining batches."""
     progress = run.progress
     if run.settled.request.options.reload_dataloaders_every_n_epochs:
-        _reload_loaders(run)
+        reload_loaders(run)
     if run.source.ahead is None:
         run.source.announce(progress.epoch)
     if progress.batch_idx == 0:
@@ -270,56 +266,3 @@ def validates_at_unknown_end(run: Run) -> bool:
         and every_n_epoch is not None
         and (run.progress.epoch + 1) % every_n_epoch == 0
     )
-
-
-def _reload_loaders(run: Run) -> None:
-    """Recreate the loaders of ``run`` at the start of the current epoch, if the interval requires it.
-
-    Loaders are created for epoch 0, and then in each epoch whose index is a multiple of the interval. A resumed run
-    creates the loaders of its first epoch again, because they were created before the epoch was known. In this case,
-    the new loaders continue at the position of the checkpoint.
-    """
-    progress = run.progress
-    is_new = progress.epoch % run.options.reload_dataloaders_every_n_epochs == 0 and progress.batch_idx == 0
-    is_resumed = progress.num_batches == run.now.num_batches_before
-    if progress.num_batches == 0 or not (is_new or is_resumed):
-        return
-    position = None if is_new else run.source.state_dict()
-    if not run.settled.data.reload():
-        return
-    if position is None:
-        with quiet():  # the notices about the loaders were printed before
-            run.batches = batches_of_fit(run.settled, run.module)
-        if isinstance(run.module, LightningAdapter) and isinstance(run.source.loader, DataLoader):
-            # Lightning creates an iterator before on_train_epoch_start and another one after it, and both draw seeds.
-            run.source.start(progress.epoch)
-            run.source.close()
-        return
-    with quiet(), preserved_rng():
-        run.batches = batches_of_fit(run.settled, run.module)
-        run.source.check(position, run.progress.epoch)
-        run.source.load_state_dict(position)
-
-
-def go_back(run: Run, error: GoBackError) -> None:
-    """Restore the newest checkpoint of the run as a resumed run does.
-
-    Raises:
-        TrainingError: the run has no checkpoint.
-    """
-    settle_background_save(run)
-    path, step = run.saves.path, run.saves.step
-    if path is None:
-        problem = f"{error.reason}, but the run has no checkpoint to return to"
-        action = "Add ModelCheckpoint(every_n_train_steps=...), or skip bad steps before the update"
-        raise TrainingError("loss", None, problem, action) from error
-    run.results.is_in_batch, run.results.batch = False, None
-    run.source.close()
-    restore(run, path)
-    run.saves.deferred.clear()
-    run.now.is_finishing, run.now.is_in_step = False, True
-    run.saves.state_at_end = run.now.last_loss = None
-    if run.now.random_state is not None:
-        set_rng_state(run.now.random_state)
-    if run.ranks.is_zero:
-        notice(f"the run returns to step {step}: {path}")

@@ -1,12 +1,9 @@
-"""One optimizer step in the loop: ``training_step``, the update, and the hooks that the module overrides. In a manual
-``training_step``, the optimizers have a method ``step`` that counts steps, unscales gradients and calls the hooks."""
+"""One optimizer step in the loop: ``training_step``, the update, and the hooks that the module overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,110 +16,14 @@ from roomier.api.hooks import step_of
 from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.errors import RoomierError, TrainingError, shorten
-from roomier.core.tree import leaves, tensors
-from roomier.core.world import World
-from roomier.plan.levers import lever_that_frees_gradients
+from roomier.core.errors import TrainingError
 from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
-from roomier.techniques.optim.proxy import OptimizerProxy
+from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 if TYPE_CHECKING:
     from roomier.run.run import Run
-
-
-class ManualOptimizer(OptimizerProxy):
-    """Proxy of ``optimizer`` with a different ``step`` method. All other attributes are read from ``optimizer``.
-
-    Args:
-        optimizer: optimizer to wrap.
-        run: the run that counts the steps.
-    """
-
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        super().__init__(optimizer)
-        self._run = run
-
-    def step(self, closure: Any = None, **options: Any) -> Any:
-        """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
-
-        The step increments ``global_step``.
-
-        Args:
-            closure: function that computes the loss and the gradients. Optimizers such as LBFGS call the closure
-                several times.
-            options: additional arguments of the optimizer's ``step``.
-
-        Returns:
-            The value that the first call of ``closure`` returned; None if no closure was passed.
-        """
-        loss = self._update(closure, self._run.hooks.on_before_optimizer_step, options)
-        self._run.progress.global_step += 1
-        return loss
-
-    def _update(
-        self,
-        closure: Any,
-        before: Sequence[Callable[[Optimizer], Any]],
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Any:
-        """Run ``closure``, ``before`` and the update. Return the value that the first call of ``closure`` returned."""
-        if options:
-            with self._passing(options):
-                return self._update(closure, before)
-        engine, optimizer = self._run.engine, self.optimizer
-        losses: list[Any] = []
-
-        def with_hooks() -> Any:
-            losses.append(None if closure is None else closure())
-            if before and not leaves_out():
-                engine.unscale(optimizer)
-            for hook in before:
-                hook(optimizer)
-            return losses[-1]
-
-        def leaves_out() -> bool:
-            # A closure that returns no loss has not run backward, so the scaler would find no gradients to unscale.
-            return engine.scaler.is_on and closure is not None and losses[-1] is None
-
-        if closure is not None and not engine.scaler.is_on:
-            engine.step(optimizer, with_hooks)
-            return losses[0] if losses else None
-        with_hooks()
-        if not leaves_out():
-            engine.step(optimizer)
-        return losses[0]
-
-    @contextmanager
-    def _passing(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the context, pass ``options`` to the ``step`` of the optimizer, which the engine calls."""
-        plan, optimizer, own = self._run.plan, self.optimizer, vars(self.optimizer).get("step")
-        if plan.offload.optimizer_states != "none" or lever_that_frees_gradients(plan) is not None:
-            problem = "is not supported with offloaded states or updates in backward, which do not call optimizer.step"
-            raise TrainingError("optimizer.step", sorted(options), problem, "Call optimizer.step(closure)")
-        vars(optimizer)["step"] = partial(optimizer.step, **options)
-        try:
-            yield
-        finally:
-            del vars(optimizer)["step"]
-            if own is not None:  # such as the step that a scheduler replaced
-                vars(optimizer)["step"] = own
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Inside the context, set ``requires_grad`` to False for all parameters that only other optimizers update.
-
-        Args:
-            sync_grad: has no effect. Gradients are averaged over the ranks after each backward pass, so all ranks have
-                the same gradients in a step.
-        """
-        module = seen_by_user(self._run.module)
-        module.toggle_optimizer(self)
-        try:
-            yield
-        finally:
-            module.untoggle_optimizer(self)
 
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -413,29 +314,3 @@ class _StepWithClosure(ManualOptimizer):
 
     def step(self, closure: Any = None, **options: Any) -> Any:
         return self._update(closure, self._before_update, options)
-
-
-def note_batches(error: Exception, window: WindowBatches, world: World) -> None:
-    """Add a note to the ``error`` of a training step if there are several ranks or ``num_loss_terms`` failed. The note
-    names the batches of the step and, with several ranks, the rank.
-
-    :func:`note_text` can add another note about the first batch.
-    """
-    if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
-        first, last = window.first_batch, window.first_batch + len(window.batches) - 1
-        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
-        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
-        error.add_note(f"the step{on_rank} used {batches} of epoch {window.epoch}")
-    note_text(error, window.batches[0], "train_dataloaders")
-
-
-def note_text(error: Exception, batch: Any, name: str) -> None:
-    """Add a note to ``error`` if ``batch`` contains text and no tensor, unless ``error`` is a RoomierError.
-
-    Args:
-        name: name of the user's argument that contains the loader, for the message.
-    """
-    is_text = any(isinstance(leaf, (str, bytes)) for leaf in leaves(batch)) and next(tensors(batch), None) is None
-    if is_text and not isinstance(error, RoomierError):
-        action = "Convert the text to tensors in the dataset or in collate_fn, with a tokenizer"
-        error.add_note(f"{name}={shorten(batch)}: the batch contains text and no tensor. {action}")

@@ -41,8 +41,8 @@ from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress, TrainerFn, TrainerState, TrainerStatus
 from roomier.run.run import Run, run_of
 from roomier.run.settled import Request
+from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
-from roomier.train.step import ManualOptimizer
 from roomier.trainer.keywords.arguments import (
     OwnOptimizer,
     callbacks_of,

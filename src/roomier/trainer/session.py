@@ -6,7 +6,6 @@ Trainer immediately, because user hooks run between the steps and read the Train
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -16,28 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import OutOfMemoryError
-from torch.nn.parameter import is_lazy
 
 from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.lightning_module import as_module, seen_by_user, with_methods_of_module
-from roomier.api.module import Module, network_of
+from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, lightning_base
-from roomier.api.trainer_view import TrainerView
-from roomier.callbacks import MemoryForecast
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.resolve import resolve_device
-from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
-from roomier.plan import Plan
 from roomier.plan.lever_rules import without_host_tiers
-from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
-from roomier.planner.memory.kinds import total_bytes
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.progress import RunningStage, TrainerStatus
@@ -45,16 +36,10 @@ from roomier.run.run import Run
 from roomier.run.settled import Fitted, Request, num_steps_of
 from roomier.run.signals import REQUEUES, GracefulStop
 from roomier.train.evaluate import EvaluationCutError
-from roomier.train.opening.open_run import (
-    LOADER_NAMES,
-    close_run,
-    make_model,
-    num_batches_of_loaders,
-    open_run,
-    process_settings,
-    restore_run,
-)
-from roomier.train.opening.profiled import profiled
+from roomier.train.manual import ManualOptimizer
+from roomier.train.opening.notices import num_batches_of_loaders
+from roomier.train.opening.open_run import LOADER_NAMES, close_run, make_model, open_run, restore_run
+from roomier.train.opening.profiled import process_settings, profiled
 from roomier.train.opening.run_folder import is_run_folder
 from roomier.train.position import watch_for_hangs
 from roomier.train.saving.save import is_found_as_last
@@ -62,9 +47,8 @@ from roomier.train.settling.checks import check_call
 from roomier.train.settling.job import global_batch_of
 from roomier.train.settling.micro_batch import CutTo
 from roomier.train.settling.settle import find_start, settle
-from roomier.train.step import ManualOptimizer
 from roomier.trainer.attributes import TrainerAttributes
-from roomier.trainer.keywords.arguments import ordered
+from roomier.trainer.report import prepare_forecast
 
 _STAGES = {
     "fit": RunningStage.TRAINING,
@@ -300,80 +284,3 @@ def _failed(trainer: TrainerAttributes, request: Request, run: Run | None) -> Fa
         batch=None if run is None else run.results.batch,
         step=None if run is None else run.progress.global_step,
     )
-
-
-LARGE_BYTES = 2**30
-"""Minimum number of bytes of model states on one rank for which a run's memory is compared with its forecast by
-default."""
-# with 64-true, 8 bytes each for the weight, the gradient, its bucket, two states and a margin
-_MOST_BYTES_OF_A_PARAMETER = 48
-
-
-def prepare_forecast(trainer: TrainerAttributes, module: Module) -> None:
-    """Add a MemoryForecast to a fit if the forecast is useful, and store the shapes of ``module`` in
-    ``trainer.shapes``.
-
-    Call this function before the model is built. MemoryForecast and the report after an out-of-memory error read these
-    shapes.
-    """
-    was_built = trainer.fitted is not None and trainer.fitted.module is module
-    if not was_built:  # otherwise the shapes of the last fit are retained, because the built model has different shapes
-        trainer.shapes = None
-    # remove the callback of the previous fit
-    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]
-    has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
-    may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
-    is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
-    # a tracked step is not compiled, so it requires more memory than other steps
-    is_left_alone = is_short or trainer.plan.compile.enabled
-    num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
-    may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
-    may_be_added = not is_left_alone and not has_callback and (trainer.choice is not None or may_be_large)
-    if not was_built and (has_callback or may_run_out or may_be_added):
-        trainer.shapes = _shapes(module, tells=has_callback)
-    shapes = trainer.shapes if may_be_added else None
-    is_planned = trainer.choice is not None
-    is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # rank 0 decides, because one rank may be unable to copy the model
-        trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
-
-
-class _ByDefault(MemoryForecast):
-    """The MemoryForecast that roomier adds by default."""
-
-    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        """Do not report that a short run has no forecast, because the user did not request a forecast."""
-
-
-def _shapes(module: Module, *, tells: bool) -> Module | None:
-    """Return a copy of ``module`` without values; None if the module cannot be copied."""
-    state = rng_state()
-    try:
-        with torch.device("meta"):
-            copied = shapes_of(module)
-    except Exception as error:  # a model that cannot be copied can still be trained
-        if tells:
-            notice(
-                f"MemoryForecast: no forecast is available, because {type(module).__name__} cannot be copied ({error})"
-            )
-        return None
-    finally:
-        set_rng_state(state)
-    for parameter in copied.parameters():
-        for name in ("page", "pages", "_paged_as"):  # values of a model that is created in parts
-            parameter.__dict__.pop(name, None)
-    return copied
-
-
-def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Return the peak size in bytes of the model states on one rank; 0 if unknown. Without a named optimizer, assume
-    AdamW."""
-    from roomier.planner.memory.predict import predict  # late import: loads torch's sharding modules
-
-    optimizer = plan.optimizer
-    if optimizer.name is None:
-        plan = dataclasses.replace(plan, optimizer=dataclasses.replace(optimizer, name="adamw"))
-    try:
-        return total_bytes(predict(network_of(shapes), plan).peak.num_bytes)
-    except Exception:  # the model may still be trainable; otherwise, building the model raises the error
-        return 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,16 +17,13 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.logger import Logger
 from roomier.api.overrides import LightningCallback, LightningLogger, is_one
-from roomier.callbacks.forecast import MemoryForecast
-from roomier.callbacks.progress_display import duration_text
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
-from roomier.core.metric_names import printable
 from roomier.launch import place, present_launch
 from roomier.plan import Plan
 from roomier.run.options import DEFAULT_HANG_TIMEOUT, check_flag
-from roomier.run.run import Run, run_of
+from roomier.run.run import run_of
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
@@ -45,6 +40,7 @@ from roomier.trainer.keywords.arguments import (
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.lightning.checkpoints import save_lightning_file, saves_file
+from roomier.trainer.report import by_loader, metrics_table, report_end
 from roomier.trainer.session import request_of, session
 from roomier.trainer.tuner.before_fit import check_flags, tune, write_picture
 from roomier.trainer.tuner.trial import Subject
@@ -459,75 +455,3 @@ class Trainer(TrainerAttributes):
             datamodule = self.datamodule
         request = request_of(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path, None)
         return session(self, request)
-
-
-def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
-    """Return the metrics of all loaders as text, with one metric per line."""
-    rows = [(name, value) for metrics in of_loaders for name, value in metrics.items()]
-    rows = list(dict(rows).items())
-    width = max([len(name) for name, _ in rows], default=0)
-    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
-    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: no metrics were logged"])
-
-
-def by_loader(
-    metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
-) -> list[dict[str, float]]:
-    """Split ``metrics`` by loader.
-
-    Args:
-        metrics: names and logged values.
-        loader_of: index of the loader for each metric; None for a metric over all loaders, which every dict contains.
-        num_loaders: number of loaders.
-    """
-    if num_loaders == 1:
-        return [dict(metrics)]
-    return [
-        {name: value for name, value in metrics.items() if loader_of.get(name) in (None, index)}
-        for index in range(num_loaders)
-    ]
-
-
-def report_end(trainer: TrainerAttributes, run: Run) -> None:
-    """Print one line with the reason for the end, steps, time, losses, files, and forecast and measured memory. Print
-    no line if the fit ran no step or if a signal ended it, because another line reports this."""
-    now, progress = run.now, run.progress
-    if now.is_interrupted or progress.num_batches == now.num_batches_before:
-        return
-    elapsed = duration_text(time.monotonic() - now.started_s)
-    texts = [f"{_reason(run)} after step {progress.global_step} in {elapsed}"]
-    if run.results.logged_loss is not None:
-        texts.append(f"loss {run.results.logged_loss:.4g}")
-    values = trainer.callback_metrics if run.results.loader_of else {}
-    evaluated = {name: value for name, value in values.items() if name in run.results.loader_of}
-    losses = [name for name in evaluated if "loss" in name.lower()] or list(evaluated)[:1]
-    texts += [f"{printable(name)} {float(evaluated[name]):.4g}" for name in losses]
-    if run.folder is not None:
-        texts.append(f"run folder {run.folder}")
-    monitors, last = trainer.checkpoint_callback, run.saves.path
-    best = monitors.best_model_path if getattr(monitors, "monitor", None) else ""
-    if last is not None:
-        is_best = best and Path(best).absolute() == last.absolute()
-        texts.append(f"{'last and best' if is_best else 'last'} checkpoint {_below(run.folder, last)}")
-        best = "" if is_best else best
-    if best:
-        texts.append(f"best checkpoint {_below(run.folder, Path(best))}")
-    texts += [each.record.line() for each in trainer.callbacks if isinstance(each, MemoryForecast) and each.record]
-    notice(" | ".join(texts))
-
-
-def _reason(run: Run) -> str:
-    if run.progress.global_step >= run.settled.step_limit:
-        return f"training is complete: max_steps={run.settled.step_limit:.0f} is reached"
-    if run.progress.epoch >= run.settled.epoch_limit:
-        return f"training is complete: max_epochs={run.settled.epoch_limit:.0f} is reached"
-    max_time_s = run.options.max_time_s
-    if max_time_s is not None and time.monotonic() - run.now.started_s >= max_time_s:
-        return f"training is complete: max_time={run.options.max_time} is reached"
-    return "training was stopped by trainer.should_stop (for example, by EarlyStopping)"
-
-
-def _below(folder: Path | None, path: Path) -> str:
-    """Return ``path`` relative to ``folder`` if the folder contains it."""
-    is_inside = folder is not None and path.absolute().is_relative_to(folder.absolute())
-    return os.path.relpath(path, folder) if is_inside and folder is not None else str(path)

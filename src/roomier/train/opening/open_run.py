@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine, StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning_module import LightningAdapter, logged_hparams_of
-from roomier.api.module import Module, network_of
+from roomier.api.lightning_module import LightningAdapter
+from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.device.rng import separate_rng
-from roomier.core.errors import DataError, RoomierError
+from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.data.batch_feeds import length_of
-from roomier.data.combined import CombinedLoader
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
@@ -34,7 +29,7 @@ from roomier.engine.optimizers import ConfigureOptimizers, configure
 from roomier.loggers.group import LoggerGroup, choosing_their_folders
 from roomier.plan import Plan
 from roomier.run.logged.results import Results
-from roomier.run.options import DEFAULT_MAX_EPOCHS, LoopOptions
+from roomier.run.options import DEFAULT_MAX_EPOCHS
 from roomier.run.progress import Progress
 from roomier.run.run import Batches, Run, call
 from roomier.run.schedulers import Schedulers
@@ -42,13 +37,18 @@ from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
 from roomier.techniques.adapters.found import name_adapters
 from roomier.techniques.optim.configured import Configured
-from roomier.techniques.precision.policy import matmul_precision
 from roomier.train.evaluate import sanity_check
+from roomier.train.opening.notices import (
+    hyperparameters_to_log,
+    report_batch_statistics,
+    report_evaluation_mode,
+    report_transfer_hooks,
+    report_validation_at_unknown_end,
+)
 from roomier.train.opening.run_folder import write_plan
 from roomier.train.saving.restore import restore, restore_first_weights, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
 from roomier.train.settling.checks import check_modes
-from roomier.train.step import TRANSFER_HOOKS
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
 BuildEngine = Callable[[Plan, Module, ConfigureOptimizers, Settled, Facts], tuple[Engine, Configured]]
@@ -151,7 +151,7 @@ def batches_of_fit(settled: Settled, module: Module) -> Batches:
         sources, limits = [], []
     interval = options.val_interval(num_training) if sources else math.inf
     if sources:
-        _report_validation_at_unknown_end(options, interval, num_training)
+        report_validation_at_unknown_end(options, interval, num_training)
     return Batches(data.train_source, num_training, sources, limits, interval)
 
 
@@ -171,7 +171,7 @@ def restore_run(run: Run) -> Path | None:
         if start.folder is not None:
             run.loggers.start(start.folder, run.log_step)
         return path
-    hyperparameters = _hyperparameters_to_log(run.module, request.datamodule)
+    hyperparameters = hyperparameters_to_log(run.module, request.datamodule)
     if not (request.options.is_bounded or request.options.num_dev_batches):
         notice(f"max_epochs, max_steps and max_time are not set: training for {DEFAULT_MAX_EPOCHS} epochs")
     path = _restored(run, restore)
@@ -198,12 +198,12 @@ def start_fit(run: Run) -> None:
     """Print the plan and notices, call ``on_fit_start`` and run the sanity check."""
     if run.ranks.is_zero and run.options.enable_plan_table is not False:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
-    _report_evaluation_mode(run.module)
+    report_evaluation_mode(run.module)
     if run.plan.batch.accumulate_grad_batches > 1:
-        _report_batch_statistics(run.module, "accumulated gradients")
+        report_batch_statistics(run.module, "accumulated gradients")
     elif not run.ranks.is_alone:
-        _report_batch_statistics(run.module, "gradients summed over ranks")
-    _report_transfer_hooks(run.module, run.settled.request.datamodule)
+        report_batch_statistics(run.module, "gradients summed over ranks")
+    report_transfer_hooks(run.module, run.settled.request.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
@@ -233,109 +233,3 @@ def close_run(run: Run, status: str) -> None:
     run.engine.close()
     run.engine.hooks = StepHooks()  # the hooks reference the run, and the run references the optimizer states
     run.loggers.finalize(status)
-
-
-def _report_evaluation_mode(module: Module) -> None:
-    """Print a notice about modules in evaluation mode.
-
-    Some models are loaded in this mode, and some users set this mode to freeze modules.
-    """
-    network = network_of(module)
-    names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
-    if names:
-        notice(
-            f"{len(names)} modules are in evaluation mode and stay in this mode, without dropout (the first: "
-            f"{names[0]}). Call model.train() before fit to train them in training mode"
-        )
-
-
-def _report_batch_statistics(module: Module, gradients: str) -> None:
-    """Print a notice about BatchNorm modules if a batch is split, because they use the statistics of each
-    micro-batch."""
-    found = [
-        name or type(each).__name__
-        for name, each in network_of(module).named_modules()
-        if isinstance(each, BATCH_NORMS) and each.training
-    ]
-    if found:
-        notice(
-            f"{gradients} differ from the gradients of the full batch: {len(found)} BatchNorm modules (the first: "
-            f"{found[0]}) use the statistics of each micro-batch. GroupNorm, LayerNorm, and BatchNorm in evaluation "
-            "mode do not depend on the micro-batch"
-        )
-
-
-def _report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
-    """Print a notice about transfer hooks if both the module and the DataModule define them."""
-    if datamodule is None:
-        return
-    for name in TRANSFER_HOOKS:
-        if overrides(module, name, Module) and overrides(datamodule, name, DataModule):
-            notice(
-                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}. The hook of the "
-                "DataModule is used, as in Lightning"
-            )
-
-
-def _report_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
-    """Print a notice if validation runs only at the end of the loader.
-
-    Training may end before the end of the loader because of ``max_steps`` or ``max_time``.
-    """
-    limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
-    [(limit, value)] = limits.items()
-    if math.isinf(interval) and math.isinf(num_training) and value is not None:
-        notice(
-            "the training loader has no length, so validation runs only when the loader ends. If "
-            f"{limit}={value} ends training earlier, validation does not run. To validate within an epoch, set "
-            "val_check_interval to a number of batches"
-        )
-
-
-def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the number of batches of each loader, counting each loader in a CombinedLoader separately."""
-    counts = list[float]()
-    for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
-        if not isinstance(source.loader, CombinedLoader):
-            counts.append(num_batches)
-            continue
-        for length in map(length_of, source.loader.flattened):
-            is_share = isinstance(limit, float) and limit < 1.0 and math.isfinite(length)
-            limited = int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length)
-            counts.append(limited)
-    return counts
-
-
-def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the hyperparameters of the module and the DataModule.
-
-    Raises:
-        RoomierError: the module and the DataModule set a hyperparameter to different values.
-    """
-    of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
-    for name in of_module.keys() & of_data.keys():
-        if repr(of_module[name]) != repr(of_data[name]):  # compare repr, because some types do not support ==
-            problem = "the module and the DataModule set this hyperparameter to different values"
-            action = f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})"
-            raise RoomierError("hparams", {name: (of_module[name], of_data[name])}, problem, action)
-    return {**of_data, **of_module}
-
-
-@contextmanager
-def process_settings(plan: Plan, options: LoopOptions) -> Iterator[None]:
-    """Apply matmul precision, determinism, cuDNN benchmarking and anomaly detection inside the context."""
-    with ExitStack() as stack:
-        stack.enter_context(matmul_precision(plan.precision.matmul))
-        if options.deterministic is not None:
-            is_on, warns = (
-                torch.are_deterministic_algorithms_enabled,
-                torch.is_deterministic_algorithms_warn_only_enabled,
-            )
-            stack.callback(torch.use_deterministic_algorithms, is_on(), warn_only=warns())
-            torch.use_deterministic_algorithms(bool(options.deterministic), warn_only=options.deterministic == "warn")
-        if options.benchmark is not None:
-            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            torch.backends.cudnn.benchmark = options.benchmark
-        if options.detect_anomaly:
-            stack.enter_context(torch.autograd.set_detect_anomaly(True))
-        yield

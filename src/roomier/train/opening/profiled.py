@@ -1,4 +1,4 @@
-"""Run a profiler during a call: torch's profiler, or a profiler of named actions.
+"""Contexts of a call: process-wide settings, and torch's profiler or a profiler of named actions.
 
 A profiler of actions has a method ``profile(name)`` that returns a context manager, like the profilers of Lightning.
 The methods that the loops call are replaced on their objects, so a run without a profiler has no additional code.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from roomier.api.callback import Callback
 from roomier.api.hooks import CALLBACK_HOOKS, SHARED_HOOKS
 from roomier.core.log import notice
 from roomier.core.replacing import replacing
+from roomier.plan import Plan
+from roomier.run.options import LoopOptions
 from roomier.run.run import Run
+from roomier.techniques.precision.policy import matmul_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_ENGINE = {"forward_backward": "run_training_batch", "clip": "clip_gradients", "step": "optimizer_step"}
@@ -173,3 +176,23 @@ def _timed_hook(profiler: Any, hook: Callable[..., Any], name: str) -> Callable[
             return hook(*args)
 
     return timed
+
+
+@contextmanager
+def process_settings(plan: Plan, options: LoopOptions) -> Iterator[None]:
+    """Apply matmul precision, determinism, cuDNN benchmarking and anomaly detection inside the context."""
+    with ExitStack() as stack:
+        stack.enter_context(matmul_precision(plan.precision.matmul))
+        if options.deterministic is not None:
+            is_on, warns = (
+                torch.are_deterministic_algorithms_enabled,
+                torch.is_deterministic_algorithms_warn_only_enabled,
+            )
+            stack.callback(torch.use_deterministic_algorithms, is_on(), warn_only=warns())
+            torch.use_deterministic_algorithms(bool(options.deterministic), warn_only=options.deterministic == "warn")
+        if options.benchmark is not None:
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = options.benchmark
+        if options.detect_anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.api.callback import ChecksState, PlacesTensors
+from roomier.api.callback import ChecksState, GoBackError, PlacesTensors
 from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
@@ -27,11 +27,12 @@ from roomier.checkpoint.record import RECORD_OF_DCP, DamagedCheckpointError, mal
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
-from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.errors import CheckpointError, RoomierError, TrainingError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
+from roomier.core.tree import to_device
 from roomier.data.position import check_generators
 from roomier.engine.weights_file import WeightsFile, prepare_nothing
 from roomier.plan import Plan
@@ -52,6 +53,7 @@ from roomier.train.saving.lightning_resume import (
     restore_lightning_weights,
     show_checkpoint,
 )
+from roomier.train.saving.save import settle_background_save
 
 _START_ANEW = "Restore a copy of the checkpoint, or pass ckpt_path=None to start from step 0"
 
@@ -219,11 +221,7 @@ def restore(run: Run, path: Path) -> None:
     run.progress.load(state["progress"])
     device = run.engine.device
     load_metric_states(run.module, state["metrics"], run.ranks.world)
-    run.results.load(
-        state["results"],
-        metrics_of(run.module),
-        lambda value: value.to(device) if isinstance(value, Tensor) else value,
-    )
+    run.results.load(state["results"], metrics_of(run.module), lambda value: to_device(value, device))
     run.source.load_state_dict(state["data"])
     _restore_schedulers(run, stored_plan, state["schedulers"])
     if run.settled.request.datamodule is not None:
@@ -231,9 +229,8 @@ def restore(run: Run, path: Path) -> None:
     shown = ShownCheckpoint(state)
     for callback in run.callbacks:
         callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
-    states = shown["callbacks"]
-    keys = {each.state_key: each for each in run.callbacks if each.state_key in states}
-    load_callbacks([(callback, key, states[key]) for key, callback in keys.items()], states)
+    own = {each.state_key: each for each in run.callbacks if each.state_key in shown["callbacks"]}
+    load_callbacks([(each, key, shown["callbacks"][key]) for key, each in own.items()], shown["callbacks"])
     run.saves.step, run.saves.path = run.progress.global_step, path
     run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
@@ -481,3 +478,27 @@ def _check_is_no_folder_of_checkpoints(path: Path) -> None:
 def _peek(path: Path) -> dict[str, Any]:
     with errors_about("weights", path):
         return peek_run(path)
+
+
+def go_back(run: Run, error: GoBackError) -> None:
+    """Restore the newest checkpoint of the run as a resumed run does.
+
+    Raises:
+        TrainingError: the run has no checkpoint.
+    """
+    settle_background_save(run)
+    path, step = run.saves.path, run.saves.step
+    if path is None:
+        problem = f"{error.reason}, but the run has no checkpoint to return to"
+        action = "Add ModelCheckpoint(every_n_train_steps=...), or skip bad steps before the update"
+        raise TrainingError("loss", None, problem, action) from error
+    run.results.is_in_batch, run.results.batch = False, None
+    run.source.close()
+    restore(run, path)
+    run.saves.deferred.clear()
+    run.now.is_finishing, run.now.is_in_step = False, True
+    run.saves.state_at_end = run.now.last_loss = None
+    if run.now.random_state is not None:
+        set_rng_state(run.now.random_state)
+    if run.ranks.is_zero:
+        notice(f"the run returns to step {step}: {path}")
