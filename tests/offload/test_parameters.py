@@ -142,7 +142,9 @@ def update(
             parameters.changed(region)
             parameters.gradients.forget(region)
     if parameters is not None:
-        parameters.gradients.forget_all()
+        for each in parameters.regions:
+            parameters.gradients.forget(each)
+        parameters.gradients.norms.clear()
 
 
 def gradient_norms(network: nn.Module, parameters: OffloadedParameters | None) -> list[Tensor]:

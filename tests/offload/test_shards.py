@@ -91,7 +91,9 @@ def train(offloads: bool, dtype: torch.dtype | None, recompute: str, num_shards:
                 optimizer.step()
                 optimizer.zero_grad()
         if offloaded is not None:
-            offloaded.gradients.forget_all()
+            for region in offloaded.regions:
+                offloaded.gradients.forget(region)
+            offloaded.gradients.norms.clear()
         shards.end_update()
         with torch.no_grad(), nullcontext() if dtype is None else torch.autocast("cpu", dtype):
             result.losses.append(shards.runner(lambda: network(TOKENS, TOKENS)[1]).item())

@@ -140,7 +140,9 @@ def _steps(
                     optimizer.step()
                     optimizer.zero_grad()
             if parameters is not None:
-                parameters.gradients.forget_all()
+                for region in parameters.regions:
+                    parameters.gradients.forget(region)
+                parameters.gradients.norms.clear()
             if shards is not None:
                 shards.end_update()
     return [loss.cpu() for loss in losses]

@@ -166,6 +166,49 @@ def test_step_without_a_loss_does_not_change_the_gradients_of_the_previous_step_
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+class SparseLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(23, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x + self.table(tokens)).tanh()
+        return found
+
+
+class SparseTables(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(SparseLayer() for _ in range(3))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = torch.zeros(*batch.shape, 4)
+        for each in self.layers:
+            x = each(batch, x)
+        return x.square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_sparse_gradients_are_changed_once_although_they_stay_on_the_device(precision: str) -> None:
+    class Doubling(roomier.Callback):
+        def on_gradient(self, trainer: Any, pl_module: roomier.Module, name: str, gradient: Tensor) -> None:
+            gradient *= 2
+
+    found = []
+    for offload in (None, {"parameters": "disk"}):
+        module = SparseTables()
+        options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        roomier.Trainer(max_epochs=1, precision=precision, callbacks=[Doubling()], offload=offload, **options).fit(
+            module, rows().split(NUM_ROWS)
+        )
+        found.append({name: each.detach().clone() for name, each in module.named_parameters()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_loss_scale_is_removed_before_the_change() -> None:
     class Small(roomier.Callback):
         """Record the largest element."""

@@ -148,17 +148,14 @@ class ParameterTier(ParametersOnDevice):
             return
         residency, gradients = self._residency, self._residency.gradients
         residency.use((region,), UPDATE)
-        gradients.arrive(region)
-        found: list[Tensor] = [each for each in region.parameters if each.grad is not None and each in own]
-        for parameter in found:
+        arrived: list[Tensor] = [each for each in gradients.arrive(region) if each in own]
+        for parameter in arrived:
             assert parameter.grad is not None
             for change in changes:
                 change([local_part(parameter.grad)])
         left = [each for each in region.parameters if each.grad is not None and each not in own]
-        yield found
+        yield arrived
         residency.changed(region)
-        for parameter in found:
-            parameter.grad = None
         if left:  # parameters of a different optimizer
             gradients.leave(region)
         else:
@@ -169,14 +166,13 @@ class ParameterTier(ParametersOnDevice):
         for region in self.regions.values():
             if not gradients.has(region):
                 continue
-            gradients.arrive(region)
-            for parameter in region.parameters:
-                if parameter.grad is not None:
-                    own = local_part(parameter.grad)
-                    for earlier in self.changes:
-                        earlier([own])
-                    change(parameter, own)
-                    (gradients.norms[parameter],) = torch_private.norms_of([own])
+            for parameter in gradients.arrive(region):
+                assert parameter.grad is not None
+                own = local_part(parameter.grad)
+                for earlier in self.changes:
+                    earlier([own])
+                change(parameter, own)
+                (gradients.norms[parameter],) = torch_private.norms_of([own])
             gradients.leave(region)
         self.changes = ()
 

@@ -97,11 +97,17 @@ class OffloadedGradients:
         return region in self._awaits_update if is_forward else self.has(region) and not self._memory[region].is_here
 
     @torch.no_grad()
-    def arrive(self, region: Region) -> None:
-        """Bring the gradients of ``region`` to the device, and assign them to ``grad`` of the parameters."""
+    def arrive(self, region: Region) -> list[nn.Parameter]:
+        """Bring the gradients of ``region`` to the device, and assign them to ``grad`` of the parameters.
+
+        Returns:
+            The parameters whose gradients were in the tier. Other gradients, such as sparse gradients, never leave the
+            device.
+        """
         self._bring(region)
         for parameter in self._stored[region]:
             parameter.grad = with_local_part(parameter, self._views[parameter])
+        return list(self._stored[region])
 
     def leave(self, region: Region) -> None:
         """Move the gradients of ``region`` back to the tier, with their current values. Call this method after
@@ -120,12 +126,6 @@ class OffloadedGradients:
         self._complete.pop(region, None)
         if memory.is_here:
             memory.leave(is_changed=False)
-
-    def forget_all(self) -> None:
-        """Free the gradients of all regions."""
-        self.norms.clear()
-        for region in self._memory:
-            self.forget(region)
 
     def settle(self) -> None:
         """Return all buffers to the tier."""
