@@ -40,8 +40,7 @@ from benchmarks.options import at_least, chosen, table_of
 from benchmarks.timing import Cost, interleave, median, one_thread
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.optim.block_codes import can_be_coded
-from roomier.techniques.optim.by_name import make_optimizer
-from roomier.techniques.optim.groups import trained_parameters
+from roomier.techniques.optim.by_name import make_optimizer, trained_parameters
 from roomier.techniques.optim.schedule import make_schedule
 
 PEER = "adamw"

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.models.sizes import check_heads, check_length, check_positive
+from roomier.models.gpt import check_heads, check_length, check_positive
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from roomier.core.errors import RoomierError
-from roomier.models.sizes import check_positive
+from roomier.models.gpt import check_positive
 
 BLANK = 0
 """Index of the blank label of CTC."""

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError
-from roomier.models.gpt import Attention
-from roomier.models.sizes import check_length, check_positive
+from roomier.models.gpt import Attention, check_length, check_positive
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from roomier import Trainer
 from roomier.core.errors import TrainingError
 from roomier.core.torch_private import version_of
-from roomier.techniques.activation import stages
+from roomier.techniques.activation import budget as budget_module
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.profile import Call, InterceptionTime
 from tests.activation.budgets import (
@@ -45,7 +45,7 @@ def trained(budget: float | int | str) -> Taken:
 def equal_blocks_take_equal_time() -> Iterator[None]:
     """Replace measured times, so that the choice does not depend on the load of the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "lost_ns", count_operations)
+        patch.setattr(budget_module, "lost_ns", count_operations)
         yield
 
 

@@ -24,8 +24,7 @@ from roomier.core.wrapped_forward import install, unwrap
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.activation.block_forward import BlockForward, Keep
 from roomier.techniques.activation.copies import Offload
-from roomier.techniques.activation.disk_copies import DiskCopies
-from roomier.techniques.tiers.file_regions import GROWTH_BYTES, FileRegion, Regions
+from roomier.techniques.activation.disk_copies import GROWTH_BYTES, DiskCopies, FileRegion, Regions
 from roomier.techniques.tiers.scratch import Scratch
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of, use_no_cache

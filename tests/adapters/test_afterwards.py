@@ -19,8 +19,8 @@ from roomier.checkpoint import load_module
 from roomier.checkpoint.export.safetensors import export_safetensors
 from roomier.core.errors import CheckpointError, PlanError, RoomierError
 from roomier.plan.parts import AdapterPlan
-from roomier.techniques.adapters.found import adapters_of, as_keyword
 from roomier.techniques.adapters.layers import Adapted, is_adapter
+from roomier.techniques.adapters.lora import adapters_of, as_keyword
 from tests.adapters.models import MODELS, Adaptable, loss_of, make_transformer, token_batches
 
 pytestmark = pytest.mark.more

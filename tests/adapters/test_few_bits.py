@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from roomier import RoomierError
 from roomier.api.blocks import find_blocks
 from roomier.plan.parts import AdapterPlan
-from roomier.techniques.adapters.codes import BLOCK_SIZE, FORMATS, decode, encode, nf4_levels
-from roomier.techniques.adapters.layers import Adapted, InFewBits, is_adapter
+from roomier.techniques.adapters.layers import (
+    BLOCK_SIZE,
+    FORMATS,
+    Adapted,
+    InFewBits,
+    decode,
+    encode,
+    is_adapter,
+    nf4_levels,
+)
 from roomier.techniques.adapters.lora import adapter_state, apply_lora, merge_lora, quantise_base
 from tests.adapters.models import MODELS, loss_of, make_gpt, make_transformer, token_batches
 from tests.covering import few

@@ -7,8 +7,7 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import plan_from_flags
 from roomier.plan.parts import AdapterPlan
-from roomier.techniques.adapters.found import name_adapters
-from roomier.techniques.adapters.lora import adapted_layers, apply_lora
+from roomier.techniques.adapters.lora import adapted_layers, apply_lora, name_adapters
 from roomier.techniques.optim.configured import Configured
 from tests.adapters.models import make_gpt
 

@@ -174,7 +174,7 @@ DETECTED: dict[str, str] = {
     "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
     "roomier.techniques.tiers.buffers:allocate | "
     "torch.empty(num_bytes + extra_bytes, dtype=torch.uint8, pin_memory=True)": "disk",
-    "roomier.techniques.tiers.transfers:Transfers._complete | job.wait()": "disk",
+    "roomier.techniques.tiers.scratch:Transfers._complete | job.wait()": "disk",
     "roomier.train.evaluate:take_statistics_of_rank_zero | each.cpu()": "evaluated buffers",
     "roomier.train.evaluate:on_host | tensor.cpu()": "streamed predictions",
     "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",

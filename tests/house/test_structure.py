@@ -167,7 +167,7 @@ def test_blocks_are_searched_in_few_places() -> None:
         "checkpoint/module.py": 1,
         "engine/facts.py": 1,
         "planner/memory/predict.py": 1,
-        "techniques/optim/groups.py": 1,
+        "techniques/optim/by_name.py": 1,
         "planner/workload.py": 1,
     }
 

@@ -12,7 +12,7 @@ from roomier.api.blocks import find_blocks
 from roomier.api.lightning_module import as_module
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.techniques.loss.output_layer import find_output_layer
+from roomier.techniques.loss.chunked import find_output_layer
 
 
 def output_layer(network: nn.Module) -> nn.Linear:

@@ -22,9 +22,8 @@ from roomier.techniques.offload.shards import OffloadedShards, sharded_regions
 from roomier.techniques.parallel.mesh import make_mesh
 from roomier.techniques.parallel.shard import Sharding, Shards
 from roomier.techniques.tiers.disk import DiskTier
-from roomier.techniques.tiers.host import HostTier
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.tier import Tier
+from roomier.techniques.tiers.tier import HostTier, Tier
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from roomier.core.errors import CheckpointError
 from roomier.core.exchange import all_reduce_bytes
-from roomier.techniques.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
-from roomier.techniques.optim.sign_code import BLOCK
+from roomier.techniques.optim.onebit_adam import BLOCK, LEAST_VARIANCE, OneBitAdam
 from tests.covering import covering, few
 from tests.ranks.pool import RankPool
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roomier.techniques.optim.sign_code import BLOCK, Pieces, SignCode
+from roomier.techniques.optim.onebit_adam import BLOCK, Pieces, SignCode
 
 CPU = torch.device("cpu")
 

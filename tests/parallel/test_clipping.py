@@ -1,7 +1,6 @@
 """Tests that sharded gradients are clipped by the norm of the full gradient."""
 
 import copy
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from roomier.engine.updates import Updates
 from roomier.techniques.parallel.mesh import make_mesh
-from roomier.techniques.parallel.norm import join_norms
-from roomier.techniques.parallel.unsharded import Unsharded
+from roomier.techniques.parallel.shard import Sharding, Shards
 from tests.covering import few
 from tests.ranks.pool import RankPool
 
@@ -37,14 +35,11 @@ def with_gradients(seed: int) -> Uneven:
     return model
 
 
-class Joined(Unsharded):
-    """Model wrapper that joins the norms of a mesh."""
+class Joined(Shards):
+    """Shards of a model that the test itself sharded."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def join_norms(self, norms: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return join_norms(norms, self.mesh.get_group(-1))
+        self.sharding = Sharding(mesh, frees_parameters=False, reduces_each_micro_batch=False)
 
 
 def clip(model: nn.Module, limit: float, mesh: DeviceMesh, algorithm: str = "norm") -> torch.Tensor | None:

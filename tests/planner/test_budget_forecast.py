@@ -18,7 +18,7 @@ from roomier.planner.formula import estimate
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.workload import Workload
-from roomier.techniques.activation import stages
+from roomier.techniques.activation import budget
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import BudgetTooSmallError
 from roomier.techniques.activation.profile import Call, InterceptionTime
@@ -53,7 +53,7 @@ def replace_times(patch: pytest.MonkeyPatch) -> None:
     def in_run(call: Call, keep: Keep, interception: InterceptionTime) -> int:
         return LOST_NS[keep]
 
-    patch.setattr(stages, "lost_ns", in_run)
+    patch.setattr(budget, "lost_ns", in_run)
     for module in (budget_estimates, shallow, estimate):
         patch.setattr(module, "recomputation_ns", lambda forward, keep, plan, device: LOST_NS[keep])
 

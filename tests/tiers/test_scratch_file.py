@@ -22,8 +22,7 @@ from roomier.core.errors import TierError
 from roomier.techniques.tiers import folder as folders
 from roomier.techniques.tiers import scratch as scratches
 from roomier.techniques.tiers.disk import DiskTier
-from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import FileTransfer
+from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 from tests.covering import few
 
 NOT_A_FOLDER = {
@@ -125,7 +124,7 @@ NOT_CLOSED = """
 import sys, threading, torch
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import FileTransfer
+from roomier.techniques.tiers.scratch import FileTransfer
 
 def compute():
     started.set()

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from roomier.techniques.tiers.buffers import _slabs, buffer_sizes, padded
 from roomier.techniques.tiers.disk import DiskTier
-from roomier.techniques.tiers.host import HostTier
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.tier import Tier
+from roomier.techniques.tiers.tier import HostTier, Tier
 from tests.covering import few
 
 SIZES = [5000, 5000, 4096, 4096, 0, 1, 70_000]

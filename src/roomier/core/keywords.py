@@ -86,19 +86,16 @@ def explain_unknown_keywords(
                 raise RoomierError(owner, args[0], "accepts keyword arguments only", action)
             if translate is not None:
                 kwargs = translate(kwargs, defaults)
-            kwargs = {name: value for name, value in kwargs.items() if not _is_harmless(name, value, harmless)}
-            for name, value in kwargs.items():
-                if name not in known:
+            for name, value in list(kwargs.items()):
+                if name in harmless and type(value) is type(harmless[name]) and value == harmless[name]:
+                    del kwargs[name]
+                elif name not in known:
                     raise unknown_keyword(owner, name, value, known, former)
             init(self, *args, **kwargs)
 
         return cast(_Init, checked)
 
     return decorate
-
-
-def _is_harmless(name: str, value: object, harmless: Mapping[str, object]) -> bool:
-    return name in harmless and type(value) is type(harmless[name]) and value == harmless[name]
 
 
 def names_of(function: Callable[..., object]) -> list[str]:

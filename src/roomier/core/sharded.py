@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from roomier.core import torch_offload
@@ -27,12 +29,25 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that is sharded like ``tensor``, with the local shard ``part``, which can be in host memory."""
+def with_local_part(
+    tensor: Tensor, part: Tensor, shape: Sequence[int] | None = None, *, is_replicated: bool = False
+) -> Tensor:
+    """Return a tensor that is sharded like ``tensor``, with the local shard ``part``. If ``tensor`` is not sharded,
+    return ``part``.
+
+    Args:
+        part: the shard, which can be in host memory if ``shape`` is None.
+        shape: unsharded shape of the result; None means the shape of ``tensor``.
+        is_replicated: True if each rank has the full result in ``part``.
+    """
     if not is_sharded(tensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
-    if part.device.type == "cpu" != mesh.device_type:
+    if shape is None and part.device.type == "cpu" != mesh.device_type:
         made: Tensor = torch_offload.with_part_on_host(tensor, part)
         return made
-    return type(tensor).from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    from torch.distributed.tensor import Replicate  # already imported if a tensor is sharded
+
+    like = tensor if shape is None else torch.empty(tuple(shape), device="meta")
+    own = [Replicate()] * mesh.ndim if is_replicated else placements
+    return type(tensor).from_local(part, mesh, own, run_check=False, shape=like.shape, stride=like.stride())

@@ -8,19 +8,16 @@ from typing import TypeVar
 from roomier.api.module import Module
 from roomier.core import torch_fake
 from roomier.core.ranks import Ranks
-from roomier.engine.checks import check_module
-from roomier.engine.choose_updates import updates_of
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
-from roomier.engine.facts import Facts, facts_of
+from roomier.engine.facts import Facts, check_module, facts_of
 from roomier.engine.forward_levers import apply_levers
 from roomier.engine.materialise import shards_parameters, take_weights
-from roomier.engine.offload import filled_parameters, offloaded_shards
+from roomier.engine.offload import filled_parameters, offloaded_shards, updates_of
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import Plan
-from roomier.techniques.adapters.found import report_unnamed_adapters
-from roomier.techniques.adapters.lora import apply_lora, quantise_base
+from roomier.techniques.adapters.lora import apply_lora, quantise_base, report_unnamed_adapters
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.residency import Residency
 from roomier.techniques.optim.configured import Configured

@@ -14,14 +14,13 @@ from torch import nn
 from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
 from roomier.core.host_memory import retain_freed_blocks
-from roomier.engine.alone import Alone
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import shards_parameters
-from roomier.engine.parallel import Parallel
 from roomier.plan import Plan
+from roomier.techniques.parallel.parallel import Parallel
 
 if TYPE_CHECKING:
-    from roomier.techniques.parallel.shard import Sharding, Shards
+    from roomier.techniques.parallel.shard import Shards
 
 _SHARDS = "_roomier_shards"
 
@@ -34,13 +33,13 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     """
     network, device, ranks = facts.network, facts.device, facts.ranks
     if ranks.is_alone:
-        return Alone()
+        return Parallel()
     wanted = plan.parallel
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
-        from roomier.techniques.parallel.own_gradients import OwnGradients  # late import: unused by one process
+        from roomier.techniques.parallel.replicate import OwnGradients  # late import: unused by one process
 
         return OwnGradients(network, ranks)
     from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
@@ -73,7 +72,8 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         is_sequential=wanted.communication == "sequential",
     )
     if earlier is not None:  # an earlier fit sharded this network, and the same shards are used again
-        _check_same_sharding(earlier, sharding, network)
+        if earlier.sharding != sharding:
+            raise _sharded_differently(network)
         earlier.release()
         earlier.begin_run()
         return earlier
@@ -99,11 +99,6 @@ def _retain_memory_of_steps(plan: Plan, network: nn.Module) -> None:
     if not (is_offloaded or torch_fake.makes_fake_tensors()):
         step_bytes = 2 * sum(each.nbytes for each in network.parameters())
         retain_freed_blocks(min(max(step_bytes, 2**26), 2**31 - 1))
-
-
-def _check_same_sharding(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:
-    if earlier.sharding != wanted:
-        raise _sharded_differently(network)
 
 
 def _sharded_differently(network: nn.Module) -> RoomierError:

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
 from roomier.core.device.transfer import BatchMover
-from roomier.core.errors import TrainingError
+from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import announced
-from roomier.engine.engine_state import check_optimizers, load_optimizers, optimizer_places, optimizer_states
 from roomier.engine.facts import Facts
 from roomier.engine.forward_levers import Levers
-from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights
-from roomier.engine.moments import moments_of
-from roomier.engine.no_terms import zero_gradients
-from roomier.engine.optimizer_state import shard_like
-from roomier.engine.parallel import Parallel
+from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights, zero_gradients
+from roomier.engine.moments import Moments
+from roomier.engine.optimizer_state import (
+    check_optimizer,
+    check_values,
+    load_optimizer,
+    optimizer_state,
+    parameter_names,
+    shard_like,
+    state_places,
+)
 from roomier.engine.updates import Updates
-from roomier.engine.window import Closure, Window
 from roomier.launch.failure import is_of_lost_peer
 from roomier.plan import BatchPlan
+from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.precision.scaler import LossScaler, NoScale
+
+
+@dataclass(slots=True)
+class Window:
+    """State of one optimizer step while its micro-batches run.
+
+    Attributes:
+        weights: for each micro-batch, its fraction of the loss terms in the global batch. Empty if losses are summed
+            without weights.
+        loss: sum of the weighted losses so far (0-dim, detached).
+        left_out: weights of the micro-batches whose step returned None.
+    """
+
+    step: Step
+    size: int
+    weights: tuple[float | Tensor, ...]
+    loss: Tensor | None = None
+    left_out: tuple[float | Tensor, ...] = ()
 
 
 class EagerEngine:
@@ -62,7 +87,7 @@ class EagerEngine:
         self.device = device
         self.hooks = StepHooks()
         self.scheduler: LRScheduler | None = None  # the scheduler that the Plan names, for custom loops
-        unscale_away = updates.unscale_away if updates.acts else None
+        unscale_away = updates.parameters.unscale_away if updates.acts else None
         self.scaler = LossScaler(device, unscale_away) if precision.scales_loss else NoScale(device)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
@@ -70,7 +95,7 @@ class EagerEngine:
         self._loss_factor = parallel.loss_factor
         self._levers = levers
         self._updates, self._acts = updates, updates.acts
-        self._moments = moments_of(parallel, levers, updates)
+        self._moments = Moments(parallel, levers, updates)
         self._context = levers.forward_context
         self._backward_context = levers.backward_context
         self._to_device = (BatchMover(device),) if device.type != "cpu" else ()
@@ -98,8 +123,18 @@ class EagerEngine:
             for index, batch in enumerate(batches[:-1]):
                 self._micro_batch(window, index, self._start_micro_batch(index, batch))
             on_device = self._start_micro_batch(last, batches[-1])
+            earlier = window.loss, window.left_out  # of the micro-batches before the last
+
+            @torch.enable_grad()
+            def closure() -> Tensor | None:
+                window.loss, window.left_out = earlier
+                loss = self._micro_batch(window, last, on_device)
+                if window.left_out:  # the optimizer may update the parameters after this call
+                    self._weigh_again(window)
+                return loss
+
             if not self.hooks.is_skipping():
-                update(Closure(window, partial(self._micro_batch, window, last, on_device), self._weigh_again))
+                update(closure)
         except BaseException:
             self._abandon_window()
             raise
@@ -210,7 +245,7 @@ class EagerEngine:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         if self._acts:
-            self._updates.scale_away(factor)
+            self._updates.parameters.scale_away(factor)
         window.loss, window.left_out = window.loss * factor, ()
 
     def move(self, batch: Any) -> Any:
@@ -238,7 +273,7 @@ class EagerEngine:
 
     @property
     def trace(self) -> int:
-        """Hash of the executed units. It must be equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
+        """Hash of the executed units. It must be equal on all ranks; see ``Parallel.trace``."""
         return self._parallel.trace
 
     def settle(self) -> None:
@@ -376,25 +411,41 @@ class EagerEngine:
 
     def state(self) -> dict[str, Any]:
         self.settle()
-        states = optimizer_states(self.module, self.optimizers)
+        names = parameter_names(self.module)
         return {
             "module": self.weights(),
-            "optimizers": states,
+            "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
             "scaler": self.scaler.state(),
             **self._updates.state(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
         self.settle()
-        check_optimizers(self.module, self.optimizers, state["optimizers"])
+        names, saved = parameter_names(self.module), state["optimizers"]
+        if len(saved) != len(self.optimizers):
+            problem = f"the checkpoint has {len(saved)} optimizers, but this run has {len(self.optimizers)}"
+            action = "Configure the same optimizers as in the saved run"
+            raise CheckpointError("optimizer", [type(each).__name__ for each in self.optimizers], problem, action)
+        for index, (optimizer, stored) in enumerate(zip(self.optimizers, saved, strict=True)):
+            check_optimizer(optimizer, stored, names)
+            check_values(optimizer, stored, names, f"optimizers[{index}]")
 
     def places(self, stored: Sequence[Mapping[str, Any]], **kinds: Any) -> list[dict[str, Any]]:
-        return optimizer_places(self.module, self.optimizers, self._updates, stored, **kinds)
+        names, away = parameter_names(self.module), self._updates.away
+        found = [
+            state_places(optimizer, state, names, away=away, **kinds)
+            for optimizer, state in zip(self.optimizers, stored, strict=True)
+        ]
+        states: dict[str, Any] = {name: state for each in found for name, state in each["state"].items()}
+        self._updates.place({parameter: states[name] for parameter, name in names.items() if name in states})
+        return found
 
     def load(self, state: dict[str, Any]) -> None:
         self.settle()
         own = self.weights()
         self.module.load_state_dict({name: shard_like(own.get(name), each) for name, each in state["module"].items()})
-        load_optimizers(self.module, self.optimizers, self._updates, state["optimizers"])
+        names = parameter_names(self.module)
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, stored, names, self._updates.away)
         self.scaler.load(state["scaler"])
         self._updates.load(state, self.device)

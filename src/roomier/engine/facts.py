@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module, network_of
 from roomier.core.device.capability import usable_device
+from roomier.core.errors import PlanError, RoomierError
 from roomier.core.ranks import Ranks
 from roomier.plan import Plan
 from roomier.techniques.precision.policy import Precision, precision_of
@@ -50,3 +53,23 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     network = network_of(module)
     is_manual = not module.automatic_optimization
     return Facts(network, tuple(find_blocks(network)), device, precision, ranks, is_manual)
+
+
+def check_module(plan: Plan, module: Module, network: nn.Module) -> None:
+    """Check that an engine can be built for ``module``.
+
+    Raises:
+        RoomierError: a layer is lazy, the loss reduction is unknown, or manual optimization is combined with a memory
+            budget.
+    """
+    for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
+        if is_lazy(tensor):
+            action = "Run the model on one batch before fit to initialize the shapes of its lazy layers"
+            raise RoomierError("model", name, "is lazy and has no shape yet", action)
+    if module.loss_reduction not in ("mean", "sum"):
+        problem = "is not a reduction of the loss over the terms of a micro-batch"
+        raise RoomierError("loss_reduction", module.loss_reduction, problem, "Use 'mean' or 'sum'")
+    if plan.activation.policy == "budget" and not module.automatic_optimization:
+        problem = "is not supported with manual optimization, because the budget is allocated by measuring a step"
+        action = "Use activation_checkpointing='full', 'every_n' or 'selective', or use automatic optimization"
+        raise PlanError("activation.policy", "budget", problem, action)

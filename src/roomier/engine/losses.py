@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from roomier.core.errors import TrainingError
 from roomier.core.ranks import Ranks
+from roomier.core.tree import nodes_of
 
 CountTerms = Callable[[Any], int | Tensor]
 
@@ -65,24 +67,41 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     Raises:
         TrainingError: a count is not a number, or no micro-batch has a loss term.
     """
-    counts = [_on_host(count_terms(batch)) for batch in batches]
+    counts: list[Any] = [count_terms(batch) for batch in batches]
+    # A number of the host can be compared with zero without synchronizing the device.
+    counts = [count.item() if isinstance(count, Tensor) and count.is_cpu else count for count in counts]
     if not all(isinstance(count, (int, float, Tensor)) for count in counts):
         problem = "must return a number for each micro-batch"
         raise TrainingError("num_loss_terms", counts, problem, "Return an integer or a 0-dim tensor for each batch")
-    total = _over_ranks(sum(counts), ranks)
+    total: Any = sum(counts)
+    if not ranks.is_alone:
+        on_device = isinstance(total, Tensor)
+        total = ranks.sum(total if on_device else torch.tensor(float(total), dtype=torch.float64))
+        total = total if on_device else total.item()
     if not isinstance(total, Tensor) and total <= 0:
         problem = "no micro-batch of this step has a loss term to average over"
         raise TrainingError("num_loss_terms", counts, problem, "Check whether all targets are ignored")
     return tuple(count / total for count in counts)
 
 
-def _over_ranks(count: Any, ranks: Ranks) -> Any:
-    if ranks.is_alone:
-        return count
-    total = ranks.sum(count if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64))
-    return total if isinstance(count, Tensor) else total.item()
+@contextmanager
+def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
+    """Yield a zero loss in place of ``loss``, which is 0/0. Inside the context, the backward pass of the zero loss
+    computes zero gradients.
+
+    The backward pass must run, because other ranks wait for the gradients of this rank. Zero times the derivative of
+    0/0 is NaN, so the gradient that enters each node of the graph is set to zero.
+
+    Args:
+        loss: the loss (0-dim) with its graph.
+    """
+    hooks = [node.register_prehook(lambda gradients: tuple(map(_zeros, gradients))) for node in nodes_of(loss)]
+    try:
+        yield torch.nan_to_num(loss) * 0.0
+    finally:
+        for hook in hooks:  # the nodes that accumulate gradients in parameters outlive the graph
+            hook.remove()
 
 
-def _on_host(count: Any) -> Any:
-    """Convert a CPU count to a Python number, which can be compared with zero without synchronizing the device."""
-    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
+def _zeros(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)

@@ -3,25 +3,26 @@
 [Note: moments]
 A technique that is not used could be an object with empty methods, but calling these methods in every step would take
 time. Instead, the engine determines once which techniques are active, and collects their methods in one tuple per
-moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
+moment. Most tuples are empty. A new technique adds its methods in :class:`Moments`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from roomier.engine.forward_levers import Levers
-from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
+from roomier.techniques.parallel.parallel import Parallel
 
 Calls = tuple[Callable[..., Any], ...]
 
 
-@dataclass(frozen=True)
 class Moments:
     """Functions to call at each moment of a step, in the order of the calls.
+
+    Args:
+        parallel, levers, updates: the techniques. Only the methods of active techniques are collected.
 
     Attributes:
         begin_step: called before the first micro-batch. Arguments: the optimizers and the micro-batches.
@@ -34,28 +35,16 @@ class Moments:
         end_update: called after the steps of the optimizers.
     """
 
-    begin_step: Calls
-    begin_micro_batch: Calls
-    begin_backward: Calls
-    end_backward: Calls
-    end_gradients: Calls
-    abandon: Calls
-    begin_update: Calls
-    end_update: Calls
-
-
-def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
-    """Collect the methods of the active techniques."""
-    recompute = levers.recompute
-    divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
-    return Moments(
+    def __init__(self, parallel: Parallel, levers: Levers, updates: Updates) -> None:
+        recompute, divides, chunks = levers.recompute, parallel.runner is not None, levers.output_layer is not None
+        recomputes = bool(recompute.blocks)
         # Recomputation is last, because its measurement is not abandoned if a later begin_step method raises an error.
-        begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
-        begin_micro_batch=(parallel.begin_micro_batch,) * divides + (updates.begin_micro_batch,) * updates.acts,
-        begin_backward=(parallel.begin_backward,) * divides,
-        end_backward=(parallel.end_backward,) * divides,
-        end_gradients=(recompute.end_step,) * recomputes,
-        abandon=(recompute.abandon_step,) * recomputes,
-        begin_update=(updates.end_step,) * updates.acts,
-        end_update=(levers.end_update,) * chunks + (parallel.end_update,) * divides,
-    )
+        self.begin_step: Calls = (updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes
+        self.begin_micro_batch: Calls = (parallel.begin_micro_batch,) * divides
+        self.begin_micro_batch += (updates.begin_micro_batch,) * updates.acts
+        self.begin_backward: Calls = (parallel.begin_backward,) * divides
+        self.end_backward: Calls = (parallel.end_backward,) * divides
+        self.end_gradients: Calls = (recompute.end_step,) * recomputes
+        self.abandon: Calls = (recompute.abandon_step,) * recomputes
+        self.begin_update: Calls = (updates.end_step,) * updates.acts
+        self.end_update: Calls = (levers.end_update,) * chunks + (parallel.end_update,) * divides

@@ -4,52 +4,57 @@
 |---|---|---|
 | parameters of an unsharded network | :func:`filled_parameters` | ``techniques/offload/parameters.py`` |
 | parameters that ``fully_shard`` shards | :func:`offloaded_shards` | ``techniques/offload/shards.py`` |
-| gradients of these parameters | both functions | ``techniques/offload/gradients.py`` |
+| gradients of these parameters | both functions | ``techniques/offload/residency.py`` |
 | optimizer states | :func:`offloaded_updates` | ``techniques/offload/states.py`` |
 | activations | ``techniques/activation/recompute.py`` | ``techniques/activation/copies.py`` |
 
 :func:`tier_of` creates the storage of the parameters and states: records in host memory or on disk
 (``techniques/tiers``). ``build`` calls :func:`filled_parameters` or :func:`offloaded_shards` before it creates the
 optimizers. :func:`offloaded_updates` then returns the object that updates the parameters while they or their states are
-on the device: ``offloaded_updates.py`` determines when a unit is updated, and ``parameter_updates.py`` what happens to
+on the device: ``OffloadedUpdates`` determines when a unit is updated, and ``ParameterTier`` what happens to
 its parameters and gradients. ``docs/design/offload.md`` explains the transfers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.core import torch_fake
 from roomier.core.errors import PlanError
 from roomier.core.host_memory import always_give_back_blocks
 from roomier.core.sharded import local_part
-from roomier.core.torch_offload import Gathers, groups_of
+from roomier.core.torch_offload import groups_of
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import TakenWeights
 from roomier.engine.narrowed import homes_of
-from roomier.engine.offloaded_updates import OffloadedUpdates, check_optimizer
-from roomier.engine.parallel import Parallel
-from roomier.engine.parameter_updates import ParametersOnDevice, ParameterTier
+from roomier.engine.offloaded_updates import OffloadedUpdates, ParameterTier, check_optimizer
+from roomier.engine.step_in_backward import FIELD, StepInBackward
+from roomier.engine.updates import ParametersOnDevice, Updates
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.lever_rules import update_mode
-from roomier.techniques.loss.output_layer import find_output_layer
+from roomier.techniques.loss.chunked import find_output_layer
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import MIN_BYTES, Region, regions_of
-from roomier.techniques.offload.residency import Residency, no_values, record_sizes
+from roomier.techniques.offload.residency import Residency, record_sizes
 from roomier.techniques.offload.shards import OffloadedShards, sharded_regions
 from roomier.techniques.offload.staging import staging_of
-from roomier.techniques.offload.states import OffloadedStates, record_bytes
-from roomier.techniques.offload.units import first_leaving, units_around, units_of
+from roomier.techniques.offload.states import OffloadedStates, first_leaving, record_bytes, units_around, units_of
 from roomier.techniques.optim.state_bytes import state_bytes
+from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.tiers.disk import DiskTier
-from roomier.techniques.tiers.host import HostTier
 from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.tier import Tier
+from roomier.techniques.tiers.tier import HostTier, Tier
+
+if TYPE_CHECKING:
+    from roomier.techniques.offload.residency import Residency
+
 
 NUM_BUFFERS = 4
 """Number of buffers in the ring of a disk tier that stores parameters."""
@@ -77,7 +82,7 @@ def offloaded_parameters(
     # A chunked loss reads the weights of the output layer after the layer's ``forward`` has returned.
     read_later = find_output_layer(network, blocks) if plan.loss.chunked else None
     regions = regions_of(network, blocks, min_bytes, lambda module: module is read_later)
-    values: Callable[[nn.Parameter], Tensor | None] = no_values if taken is None else taken.values_of(network)
+    values = None if taken is None else taken.values_of(network)
     tier = _tier_of_parameters(plan, regions, facts.device)
     return OffloadedParameters(network, blocks, regions, tier, facts.device, values)
 
@@ -116,14 +121,7 @@ def offloaded_shards(plan: Plan, facts: Facts) -> OffloadedShards:
 
 
 def tier_of(
-    offload: OffloadPlan,
-    name: str,
-    sizes: Sequence[int],
-    device: torch.device,
-    *,
-    num_buffers: int,
-    num_ahead: int | None = None,
-    shares_large: bool = False,
+    offload: OffloadPlan, name: str, sizes: Sequence[int], device: torch.device, *, num_buffers: int, **options: Any
 ) -> Tier:
     """Return a new tier for records of ``sizes``.
 
@@ -131,20 +129,18 @@ def tier_of(
         name: ``"disk"`` for a tier on disk. Any other name creates a tier in host memory.
         sizes: size of each record in bytes.
         num_buffers: number of buffers in a disk tier.
-        num_ahead, shares_large: arguments of a disk tier; see :class:`roomier.techniques.tiers.disk.DiskTier`.
+        options: other arguments of :class:`roomier.techniques.tiers.disk.DiskTier`.
     """
     pinned = device.type != "cpu"
-    if name == "disk":
-        if not pinned:
-            always_give_back_blocks(2**20)  # otherwise, the process retains the memory of freed tensors
-        scratch = Scratch(offload.folder)
-        return DiskTier(scratch, sizes, num_buffers, pinned, num_ahead, shares_large=shares_large, closes_scratch=True)
-    return HostTier(sizes, pinned)
+    if name != "disk":
+        return HostTier(sizes, pinned)
+    if not pinned:
+        always_give_back_blocks(2**20)  # otherwise, the process retains the memory of freed tensors
+    return DiskTier(Scratch(offload.folder), sizes, num_buffers, pinned, closes_scratch=True, **options)
 
 
 def _tier_of_parameters(plan: Plan, regions: Sequence[Region], device: torch.device) -> Tier:
-    sizes = record_sizes(regions)
-    name = plan.offload.parameters
+    sizes, name = record_sizes(regions), plan.offload.parameters
     return tier_of(plan.offload, name, sizes, device, num_buffers=NUM_BUFFERS, num_ahead=_NUM_AHEAD)
 
 
@@ -188,15 +184,13 @@ def offloaded_updates(
         num_ahead=None if plan.offload.buffers > 1 else 0,
         shares_large=True,
     )
-    staging, gathers = staging_of(tier, sizes, facts.device), Gathers(facts.network)
+    staging = staging_of(tier, sizes, facts.device)
     return OffloadedUpdates(
         optimizers,
         units,
         OffloadedStates(units, first, optimizers, staging, is_speculative=is_speculative),
         mode=mode,
-        device=facts.device,
-        gathers=gathers,
-        gathers_ahead=parallel.gathers_ahead or bool(gathers),
+        facts=facts,
         parameters=ParametersOnDevice() if residency is None else ParameterTier(residency, units, homes, parallel),
         parallel=parallel,
     )
@@ -234,3 +228,34 @@ def _closed(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _num_owners(module: nn.Module) -> Counter[Tensor]:
     return Counter(each for part in module.modules() for each in part.parameters(recurse=False))
+
+
+def updates_of(
+    plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel, residency: Residency | None
+) -> Updates:
+    """Return the object that determines when the optimizers step and where the optimizer states are stored.
+
+    Args:
+        residency: the offloaded parameters; None if no parameters are offloaded.
+
+    Raises:
+        PlanError: ``plan`` requests updates that manual optimization or one of the optimizers does not support.
+        TierError: the tier of the optimizer states cannot be created.
+    """
+    has_states = plan.offload.optimizer_states != "none" and bool(optimizers) and not torch_fake.makes_fake_tensors()
+    if has_states or residency is not None:
+        return offloaded_updates(plan, facts, optimizers, parallel, residency)
+    way = plan.optimizer.step_in_backward
+    if way == "none" or not optimizers:
+        return Updates(parallel)
+    if facts.is_manual:
+        problem = "is not supported with manual optimization, in which training_step steps the optimizers"
+        raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or use automatic optimization")
+    return StepInBackward(
+        facts.network,
+        optimizers,
+        facts.blocks,
+        way=way,
+        batch_plan=plan.batch,
+        parallel=parallel,
+    )

@@ -31,7 +31,6 @@ unit completes the updates of all units up to the next unit.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -50,14 +49,16 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import Gathers
+from roomier.engine.facts import Facts
 from roomier.engine.narrowed import Homes, Options, check_no_step_hooks, homes_of, options_of, step_only, with_options
-from roomier.engine.parallel import Parallel
-from roomier.engine.parameter_updates import ParametersOnDevice
-from roomier.engine.updates import Change, ChangeAll, Scale, Updates
+from roomier.engine.updates import Change, ChangeAll, ParametersOnDevice, Updates, weakly
 from roomier.plan.choices import OPTIMIZERS
 from roomier.techniques.offload.outside_reads import OutsideReads
-from roomier.techniques.offload.states import OffloadedStates
-from roomier.techniques.offload.units import Unit
+from roomier.techniques.offload.regions import Region
+from roomier.techniques.offload.residency import UPDATE, AbsentWatch, Residency
+from roomier.techniques.offload.states import OffloadedStates, Unit
+from roomier.techniques.parallel.parallel import Parallel
+from roomier.techniques.precision.scaler import LossScaler, NoScale
 
 _NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
 _NUM_PAUSED = 32  # number of steps in a pause
@@ -99,10 +100,7 @@ class OffloadedUpdates(Updates):
         units: the units whose states are in a tier. Units outside the blocks come first.
         states: storage for the optimizer states of ``units``.
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
-        device: the device of the parameters.
-        gathers: object that makes the all-gathers of the parameters wait for updates.
-        gathers_ahead: whether updates are completed one unit ahead, because the forward pass of a unit and the
-            all-gather of the next unit run at the same time.
+        facts: the network, whose all-gathers wait for updates, and the device of the parameters.
         parameters: the parameters in a tier, or an object without effect if all parameters stay on the device.
         parallel: wrapper that distributes the network across ranks.
 
@@ -119,17 +117,15 @@ class OffloadedUpdates(Updates):
         states: OffloadedStates,
         *,
         mode: str,
-        device: torch.device,
-        gathers: Gathers,
-        gathers_ahead: bool,
+        facts: Facts,
         parameters: ParametersOnDevice,
         parallel: Parallel,
     ) -> None:
-        super().__init__(parallel)
-        self.mode, self.away, self.norms_away = mode, states.away, parameters.norms
-        self._parameters = parameters
+        super().__init__(parallel, parameters)
+        self.mode, self.away = mode, states.away
         self._optimizers, self._units, self._states = list(optimizers), list(units), states
-        self._device, self._gathers, self._gathers_ahead = device, gathers, gathers_ahead
+        self._device, self._gathers = facts.device, Gathers(facts.network)
+        self._gathers_ahead = parallel.gathers_ahead or bool(self._gathers)  # see [Note: gathered ahead]
         self._unit_of = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters}
         self._homes: Homes = homes_of(optimizers)
         self._pending: dict[int, _Pending] = {}  # keys are in the order of the forward passes
@@ -137,8 +133,8 @@ class OffloadedUpdates(Updates):
         self._waiting: dict[int, set[Tensor]] = {}  # parameters of each unit whose gradients are not complete
         self._is_last = True
         # The device memory of offloaded parameters belongs to the compute stream.
-        has_stream = capabilities_of(device).has_streams and not parameters.leaves
-        self._stream = torch.Stream(device) if has_stream else None
+        has_stream = capabilities_of(facts.device).has_streams and not parameters.leaves
+        self._stream = torch.Stream(facts.device) if has_stream else None
         self._was_rejected = self._is_closed = False
         self._num_rejected = self._num_steps_paused = 0
         self._handles: list[RemovableHandle] = []
@@ -151,7 +147,7 @@ class OffloadedUpdates(Updates):
         """Prepare the forward pass of a step. If parameters are gathered ahead, complete the first pending update."""
         self._reject_all()  # left over from a step without an update, such as a step that a hook skipped
         self._homes = homes_of(self._optimizers)
-        self._parameters.begin_step(list(self._pending))
+        self.parameters.begin_step(list(self._pending))
         if self._gathers_ahead and self._pending:
             self.complete(next(iter(self._pending)))
 
@@ -176,25 +172,13 @@ class OffloadedUpdates(Updates):
             run()
         finally:
             self._waiting = {}
-        self._parameters.end_backward()
+        self.parameters.end_backward()
 
     def change(self, parameters: Iterable[Tensor], change: Change) -> None:
         """Change the gradients on the device, then the gradients in a tier."""
         self._complete_all()  # without a backward pass, gradients of the previous step may still wait for their update
         super().change(parameters, change)
-        self._parameters.change(change)
-
-    def change_away(self, change: ChangeAll) -> None:
-        """Change the gradients in a tier when they are brought to the device for the update."""
-        self._parameters.changes += (change,)
-
-    def scale_away(self, factor: float | Tensor) -> None:
-        """Multiply the gradients that are in a tier by ``factor``."""
-        self._parameters.scale_away(factor)
-
-    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
-        """Unscale the gradients of ``optimizer`` that are in a tier, and return whether one is not finite."""
-        return self._parameters.unscale_away(optimizer, factor)
+        self.parameters.change(change)
 
     def clip(self, parameters: Sequence[Tensor], limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients. Reject speculative updates whose gradients or parameter groups have changed before, and
@@ -213,7 +197,7 @@ class OffloadedUpdates(Updates):
             self._reject_all()
         return norm
 
-    def step(self, optimizer: Optimizer, scaler: Scale, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, scaler: LossScaler | NoScale, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``, or store their gradients for a deferred update."""
         if closure is not None:
             closure()
@@ -239,7 +223,7 @@ class OffloadedUpdates(Updates):
                 resident.append(parameter)
             else:
                 by_unit.setdefault(number, []).append(parameter)
-        for number in self._parameters.with_gradients():
+        for number in self.parameters.with_gradients():
             by_unit.setdefault(number, [])
         for number in [number for number in self._speculations if number in by_unit]:
             if self._is_valid(number):
@@ -254,18 +238,20 @@ class OffloadedUpdates(Updates):
         now = [number for number in sorted(by_unit) if not self._is_deferred(number)]
         self._states.expect([*now, *sorted(by_unit.keys() - set(now))])  # deferred updates follow
         for number in now:
-            self._update_unit(number, by_unit[number], own, self._parameters.changes)
-        options, changes = options_of(optimizer), self._parameters.changes
+            self._update_unit(number, by_unit[number], own, self.parameters.changes)
+        options, changes = options_of(optimizer), self.parameters.changes
         for number in sorted(by_unit.keys() - set(now)):
             pending = self._pending.setdefault(number, _Pending({}, {}, changes))
-            pending.gradients.update({each: _gradient(each) for each in by_unit[number]})
+            pending.gradients.update(
+                (each, gradient) for each in by_unit[number] if (gradient := each.grad) is not None
+            )
             pending.options.update(options)  # a unit can have parameters of several optimizers
         self._states.expect(list(self._pending))
 
     def _update_unit(
         self, number: int, parameters: Sequence[Tensor], own: Mapping[Tensor, object], changes: Sequence[ChangeAll]
     ) -> None:
-        with self._updating(), self._parameters.present(number, own, changes) as arrived:
+        with self._updating(), self.parameters.present(number, own, changes) as arrived:
             self._states.arrive(number)
             step_only(self._homes, list(dict.fromkeys([*parameters, *arrived])))
             self._states.leave(number)
@@ -300,9 +286,7 @@ class OffloadedUpdates(Updates):
         return False
 
     def _is_deferred(self, number: int) -> bool:
-        return self.mode == "deferred" and (
-            self._units[number].module is not None or number in self._parameters.numbers
-        )
+        return self.mode == "deferred" and (self._units[number].module is not None or number in self.parameters.numbers)
 
     # Deferred updates
 
@@ -312,8 +296,8 @@ class OffloadedUpdates(Updates):
         If code outside a block reads the block's parameters, deferred updates would be too late, so the mode becomes
         ``"plain"``. If these parameters are offloaded, the context raises an error instead.
         """
-        if self._parameters.leaves:
-            return self._parameters.watch()
+        if self.parameters.leaves:
+            return self.parameters.watch()
         return OutsideReads(self._units, self._be_plain) if self.mode == "deferred" else None
 
     def _be_plain(self, parameter: Tensor) -> None:
@@ -327,12 +311,12 @@ class OffloadedUpdates(Updates):
         for number, unit in enumerate(self._units):
             if unit.module is not None:
                 last = number + 1 if self._gathers_ahead else number
-                hook = partial(_before_forward, weakref.ref(self), last)
+                hook = partial(weakly(self.complete_up_to), last)
                 # This hook runs before the hooks of fully_shard, which read the shard.
                 self._handles.append(unit.module.register_forward_pre_hook(hook, prepend=True))
-        self._parameters.watch_forwards(partial(_when_present, weakref.ref(self)))
+        self.parameters.watch_forwards(weakly(self.complete))
 
-    def complete_up_to(self, last: int) -> None:
+    def complete_up_to(self, last: int, *_: Any) -> None:
         """Complete the deferred updates of the units with numbers up to ``last``."""
         for number in [number for number in self._pending if number <= last]:
             self.complete(number)
@@ -363,7 +347,7 @@ class OffloadedUpdates(Updates):
     def _watch_gradients(self) -> None:
         for number, unit in enumerate(self._units):
             for parameter in unit.parameters:
-                hook = partial(_after_gradient, weakref.ref(self), number)
+                hook = partial(weakly(self.take), number)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
@@ -418,7 +402,7 @@ class OffloadedUpdates(Updates):
         with self._updating():
             self._states.settle()
         self._join()
-        self._parameters.settle()
+        self.parameters.settle()
 
     def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Replace tensors on the meta device with memory in the tier.
@@ -452,30 +436,7 @@ class OffloadedUpdates(Updates):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._parameters.close()
-
-
-def _before_forward(updates: weakref.ref[OffloadedUpdates], last: int, *_: Any) -> None:
-    found = updates()
-    if found is not None:
-        found.complete_up_to(last)
-
-
-def _when_present(updates: weakref.ref[OffloadedUpdates], number: int) -> None:
-    found = updates()
-    if found is not None:
-        found.complete(number)
-
-
-def _after_gradient(updates: weakref.ref[OffloadedUpdates], number: int, parameter: Tensor) -> None:
-    found = updates()
-    if found is not None:
-        found.take(number, parameter)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+        self.parameters.close()
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -496,3 +457,116 @@ def check_optimizer(optimizer: Optimizer) -> None:
         action = "Use an optimizer of torch.optim, or offload only activations"
         raise PlanError("offload: optimizer", kind.__name__, problem, action)
     check_no_step_hooks(optimizer, "remove offload.optimizer_states and offload.parameters")
+
+
+class ParameterTier(ParametersOnDevice):
+    """Parameters and gradients that are stored in a tier, in regions.
+
+    Args:
+        residency: the offloaded parameters, in regions.
+        units: the units in which parameters are updated. A unit whose parameters are in a region is updated while the
+            region is on the device.
+        homes: the parameters that optimizers update, in the order of the optimizers.
+        parallel: wrapper that distributes the network across ranks.
+    """
+
+    leaves = True
+
+    def __init__(
+        self, residency: Residency, units: Sequence[Unit], homes: Mapping[Tensor, object], parallel: Parallel
+    ) -> None:
+        self._residency, self._homes, self._parallel = residency, homes, parallel
+        by_parameter = {parameter: region for region in residency.regions for parameter in region.parameters}
+        self.regions: dict[int, Region] = {
+            number: by_parameter[unit.parameters[0]]
+            for number, unit in enumerate(units)
+            if unit.parameters[0] in by_parameter
+        }
+        self.numbers = self.regions.keys()
+        self.norms = residency.gradients.norms
+        self._is_unscaled = False
+        residency.gradients.measures_norms = True
+
+    def begin_step(self, pending: Sequence[int]) -> None:
+        gradients = self._residency.gradients
+        self.changes, self._is_unscaled = (), False
+        gradients.norms.clear()
+        for number, region in self.regions.items():
+            if number not in pending:
+                gradients.forget(region)
+        gradients.begin_step()
+
+    def watch(self) -> AbstractContextManager[Any]:
+        return AbsentWatch(self._residency)
+
+    def watch_forwards(self, complete: Callable[[int], object]) -> None:
+        numbers = {region: number for number, region in self.regions.items()}
+        self._residency.before_use.append(lambda region: complete(numbers[region]) if region in numbers else None)
+
+    def end_backward(self) -> None:
+        self._residency.end_backward()
+
+    def with_gradients(self) -> list[int]:
+        return [number for number, region in self.regions.items() if self._residency.gradients.has(region)]
+
+    @contextmanager
+    def present(
+        self, number: int, own: Mapping[Tensor, object], changes: Sequence[ChangeAll]
+    ) -> Iterator[list[Tensor]]:
+        region = self.regions.get(number)
+        if region is None:
+            yield []
+            return
+        residency, gradients = self._residency, self._residency.gradients
+        residency.use((region,), UPDATE)
+        arrived: list[Tensor] = [each for each in gradients.arrive(region) if each in own]
+        for parameter in arrived:
+            assert parameter.grad is not None
+            for change in changes:
+                change([local_part(parameter.grad)])
+        left = [each for each in region.parameters if each.grad is not None and each not in own]
+        yield arrived
+        residency.changed(region)
+        if left:  # parameters of a different optimizer
+            gradients.leave(region)
+        else:
+            gradients.forget(region)
+
+    def change(self, change: Change) -> None:
+        gradients = self._residency.gradients
+        for region in self.regions.values():
+            if not gradients.has(region):
+                continue
+            for parameter in gradients.arrive(region):
+                assert parameter.grad is not None
+                own = local_part(parameter.grad)
+                for earlier in self.changes:
+                    earlier([own])
+                change(parameter, own)
+                (gradients.norms[parameter],) = torch_private.norms_of([own])
+            gradients.leave(region)
+        self.changes = ()
+
+    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
+        if not self._is_unscaled:
+            self.scale_away(factor)
+            self._is_unscaled = True
+        own = {each for group in optimizer.param_groups for each in group["params"]}
+        norms = {each: norm for each, norm in self._residency.gradients.norms.items() if each in own}
+        # The norm of a gradient is finite if all its elements are finite, unless the sum of their squares overflows.
+        return (~self._parallel.join_norms(norms).isfinite()).to(factor.dtype)
+
+    def change_away(self, change: ChangeAll) -> None:
+        self.changes += (change,)
+
+    def scale_away(self, factor: float | Tensor) -> None:
+        norms = self._residency.gradients.norms
+        norms.update({parameter: norm * factor for parameter, norm in norms.items()})
+        self.change_away(lambda gradients: [each.mul_(factor) for each in gradients])
+
+    def settle(self) -> None:
+        self._residency.settle()
+        self._residency.show_stored()
+
+    def close(self) -> None:
+        self._residency.detach()

@@ -1,5 +1,13 @@
-"""Optimizer states by parameter name, independent of the order and the sharding of the parameters."""
+"""Optimizer states by parameter name, independent of the order and the sharding of the parameters.
 
+For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step with the stored
+settings. The step updates a parameter on the meta device. This step accepts or rejects the settings and shows which
+states the class requires. For other optimizers, only the structure of the values is checked.
+"""
+
+from __future__ import annotations
+
+import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import CheckpointError
-from roomier.core.sharded import local_part
+from roomier.core.forms import FormError, anything, fields, item_of, like, tensor
+from roomier.core.sharded import local_part, with_local_part
 from roomier.core.tree import map_tensors, to_device
 
 Spec = Any
@@ -22,19 +31,6 @@ class PlacesStates(Protocol):
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor for the state ``name`` of a parameter, or None if this rank does not need this
         state."""
-        ...
-
-
-@runtime_checkable
-class HasRowStates(Protocol):
-    """Optimizer with states that are sharded by the rows of their parameter, although their shape differs from the
-    shape of the parameter. A state with a different number of rows, such as the column means of a matrix, is replicated
-    on every rank."""
-
-    @property
-    def row_states(self) -> Sequence[str]:
-        """Names of states that are sharded if their number of rows equals the number of rows of the parameter."""
-        ...
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -94,7 +90,7 @@ def state_places(
     """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
     States that have the shape of their parameter are sharded like the parameter, so that no rank allocates more than
-    its shards. :class:`HasRowStates` and :class:`PlacesStates` describe other sharded states. All other states are
+    its shards. :func:`_is_by_rows` and :class:`PlacesStates` describe other sharded states. All other states are
     replicated, on the device of the parameter. States without dimensions, such as step counts, are on the CPU. The
     engine moves these states to the device that the optimizer requires.
 
@@ -114,8 +110,7 @@ def state_places(
         if not spec.shape:
             return torch.empty((), dtype=spec.dtype)
         is_sharded = tuple(spec.shape) == tuple(parameter.shape) or _is_by_rows(optimizer, key, spec.shape, parameter)
-        empty = _empty_on_meta if parameter in away else _empty_state_of
-        return empty(parameter, spec.shape, spec.dtype, is_sharded=is_sharded)
+        return _empty(parameter, spec.shape, spec.dtype, is_sharded=is_sharded, on_meta=parameter in away)
 
     def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -126,38 +121,21 @@ def state_places(
     return {**saved, "state": {name: places_of(name, state) for name, state in saved["state"].items()}}
 
 
-def _row_states(optimizer: Optimizer) -> Sequence[str]:
-    return optimizer.row_states if isinstance(optimizer, HasRowStates) else ()
-
-
 def _is_by_rows(optimizer: Optimizer, key: str, shape: Sequence[int], parameter: Tensor) -> bool:
-    return key in _row_states(optimizer) and tuple(shape[:1]) == tuple(parameter.shape[:1])
+    """Return whether a state is sharded by the rows of its parameter, although its shape differs. The attribute
+    ``row_states`` of an optimizer names such states. If the number of rows differs, as in the column means of a matrix,
+    the state is replicated on every rank."""
+    return key in getattr(optimizer, "row_states", ()) and tuple(shape[:1]) == tuple(parameter.shape[:1])
 
 
-def _empty_state_of(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool) -> Tensor:
-    if type(parameter) is not nn.Parameter:
-        from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and only sharding needs it
-
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            placements = parameter.placements if is_sharded else [Replicate()] * mesh.ndim
-            return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
-
-
-def _empty_on_meta(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool) -> Tensor:
-    own = local_part(parameter)
-    if own is parameter:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    from torch.distributed.tensor import DTensor, Replicate  # slow to import, and only sharding needs it
-
-    assert isinstance(parameter, DTensor)
-    mesh, full = parameter.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
-    if not is_sharded:
-        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = full.new_empty(own.shape if shape == tuple(parameter.shape) else (len(own), *shape[1:]))
-    placements = parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+def _empty(
+    parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, on_meta: bool
+) -> Tensor:
+    size, own = shape, local_part(parameter)
+    if is_sharded and own is not parameter:
+        size = tuple(own.shape) if shape == tuple(parameter.shape) else (len(own), *shape[1:])
+    part = torch.empty(size, dtype=dtype, device="meta" if on_meta else parameter.device)
+    return with_local_part(parameter, part, shape, is_replicated=not is_sharded)
 
 
 def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
@@ -213,38 +191,122 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any], away: Contai
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    on_device = {id(p) for group in optimizer.param_groups for p in group["params"] if _counts_on_device(group)}
+    counts_on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    on_device = {id(p) for group in counts_on_device for p in group["params"]}
     optimizer.state.clear()
     for index, state in packed["state"].items():
         parameter = parameters[index]
         # torch stores step counts on the host unless the kernel reads the counts on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
         device = None if parameter in away else parameter.device
-        optimizer.state[parameter] = {
-            key: _owned(
-                _moved(value, count_device if key == "step" else device),
-                parameter,
-                by_rows=_is_by_rows(optimizer, key, getattr(value, "shape", ()), parameter),
-            )
-            for key, value in state.items()
-        }
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value if device is None else to_device(value, device)
-
-
-def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
-    cut = shard_like(parameter, value, by_rows=by_rows)
-    # The shard is a view of the full tensor and would prevent the full tensor from being freed.
-    return value if cut is value else cut.clone()
-
-
-def _counts_on_device(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("fused") or group.get("capturable"))
+        optimizer.state[parameter] = own = {}
+        for key, value in state.items():
+            target = count_device if key == "step" else device
+            placed = value if target is None else to_device(value, target)
+            by_rows = _is_by_rows(optimizer, key, getattr(value, "shape", ()), parameter)
+            cut = shard_like(parameter, placed, by_rows=by_rows)
+            # The shard is a view of the full tensor and would prevent the full tensor from being freed.
+            own[key] = placed if cut is placed else cut.clone()
 
 
 def _names_by_index(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[int, str]:
     # state_dict() numbers parameters in the order of the groups.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {index: names.get(p, f"<parameter {index} outside the module>") for index, p in enumerate(parameters)}
+
+
+_KNOWN = ("torch.optim", "roomier.techniques.optim")
+_OF_KERNELS = ("params", "fused", "foreach", "capturable")  # settings that do not affect which states exist
+
+States = dict[str, Any]
+
+
+def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str], place: str) -> None:
+    """Check the settings and the states in ``saved``. The values of the tensors do not have to be read yet.
+
+    Args:
+        optimizer: the optimizer of this run.
+        saved: state of an optimizer of the same class, with the same groups of parameters.
+        names: the fully qualified name of each parameter.
+        place: location of ``saved`` in the checkpoint, for error messages.
+
+    Raises:
+        FormError: a value is malformed.
+    """
+    for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        of_group = f"{place}.param_groups[{index}]"
+        _check_settings(group, stored, of_group)
+        expected: dict[tuple[Any, ...], States | None] = {}
+        for parameter in group["params"]:
+            state = saved["state"].get(names.get(parameter))
+            if not state:
+                continue
+            kind = tuple(parameter.shape), parameter.dtype
+            if kind not in expected:
+                expected[kind] = _states_needed(optimizer, group, stored, parameter, of_group)
+            _check_states(state, expected[kind], item_of(f"{place}.state", names[parameter]))
+
+
+def _check_settings(group: Mapping[str, Any], stored: Mapping[str, Any], place: str) -> None:
+    own = {key: like(value) for key, value in group.items() if key != "params"}
+    required = {"lr": own["lr"]} if "lr" in own else {}
+    fields(required, others=anything)(stored, place)
+    for key in own.keys() & stored.keys():
+        own[key](stored[key], item_of(place, key))
+    if stored.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+        raise FormError(f"{place}.capturable", stored["capturable"], "false for parameters on the CPU")
+
+
+def _states_needed(
+    optimizer: Optimizer, group: Mapping[str, Any], stored: Mapping[str, Any], parameter: nn.Parameter, place: str
+) -> States | None:
+    """Return the states that ``optimizer`` has for ``parameter`` after a step, or None if these states cannot be
+    determined.
+
+    Raises:
+        FormError: a step succeeds with the settings of ``group``, but fails with the settings of ``stored``.
+    """
+    make = type(optimizer)
+    # optimizers whose states can change during training
+    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):
+        return None
+    try:
+        states = _states_after_step(make, group, parameter)
+    except Exception:  # the step requires more than a parameter, such as a process group or a closure
+        return None
+    settings = {**group, **stored}
+    plain = (bool, int, float, str, tuple)
+    if not all(
+        settings[key] is value
+        or (type(settings[key]) is type(value) and isinstance(value, plain) and settings[key] == value)
+        for key, value in group.items()
+    ):
+        try:
+            states = _states_after_step(make, settings, parameter)
+        except Exception as error:  # the step can raise any error
+            shown = {key: value for key, value in stored.items() if key not in _OF_KERNELS}
+            raise FormError(place, shown, f"settings of {make.__name__} ({error})") from error
+    return states
+
+
+def _states_after_step(make: Callable[..., Any], settings: Mapping[str, Any], parameter: nn.Parameter) -> States:
+    copy = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    copy.grad = torch.empty_like(copy)
+    values = {key: _value_of(value) for key, value in settings.items() if key not in _OF_KERNELS}
+    arguments = {key: values.pop(key) for key in values.keys() & inspect.signature(make).parameters.keys()}
+    optimizer = make([{"params": [copy], **values}], **arguments)
+    optimizer.step()
+    return dict(optimizer.state[copy])
+
+
+def _value_of(value: Any) -> Any:
+    is_described = not isinstance(value, Tensor) and hasattr(value, "dtype")
+    return torch.ones(value.shape, dtype=value.dtype) if is_described else value
+
+
+def _check_states(state: Mapping[str, Any], expected: States | None, place: str) -> None:
+    for key, own in (expected or {}).items():
+        if key not in state:
+            raise FormError(place, sorted(state), f"a mapping with the key {key!r}")
+        form = tensor(shape=tuple(own.shape)) if isinstance(own, Tensor) else like(own)
+        form(state[key], item_of(place, key))

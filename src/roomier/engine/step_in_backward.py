@@ -25,7 +25,6 @@ the norm of the previous step. In the first step of a run, there is no previous 
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,9 +38,9 @@ from roomier.core import torch_private
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.sharded import local_part
 from roomier.engine.narrowed import Homes, check_no_step_hooks, homes_of, step_only
-from roomier.engine.parallel import Parallel
-from roomier.engine.updates import Change, ChangeAll, Updates, clipping
+from roomier.engine.updates import Change, ChangeAll, Updates, clipping, weakly
 from roomier.plan import BatchPlan
+from roomier.techniques.parallel.parallel import Parallel
 
 FIELD = "optimizer.step_in_backward"
 
@@ -79,7 +78,10 @@ class StepInBackward(Updates):
     ) -> None:
         super().__init__(parallel)
         for optimizer in optimizers:
-            _check_optimizer(optimizer, way)
+            if isinstance(optimizer, LBFGS):
+                problem = "is not supported with LBFGS, whose update of a parameter depends on all gradients"
+                raise PlanError(FIELD, way, problem, "Use another optimizer, or set step_in_backward=False")
+            check_no_step_hooks(optimizer, "set step_in_backward=False")
         self.norm: Tensor | None = None
         self.may_be_stale = way == "stale_norm"
         self._network = network
@@ -125,8 +127,7 @@ class StepInBackward(Updates):
             self._num_in_block[self._block_of.get(parameter)] -= 1
         for parameter in self._home:
             if parameter.requires_grad and parameter not in self._handles:
-                hook = _Hook(weakref.ref(self))
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(weakly(self.take))  # type: ignore[no-untyped-call]
                 self._handles[parameter] = handle
                 self._num_in_block[self._block_of.get(parameter)] += 1
 
@@ -284,26 +285,7 @@ class StepInBackward(Updates):
         return next((name for name, each in self._network.named_parameters() if each is parameter), None)
 
 
-class _Hook:
-    """Hook of a parameter. The hook holds a weak reference, so that it does not keep the engine alive."""
-
-    def __init__(self, steps: weakref.ref[StepInBackward]) -> None:
-        self._steps = steps
-
-    def __call__(self, parameter: Tensor) -> None:
-        steps = self._steps()
-        if steps is not None:
-            steps.take(parameter)
-
-
 def _own_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter, or this rank's shard of the gradient."""
     assert parameter.grad is not None
     return local_part(parameter.grad)
-
-
-def _check_optimizer(optimizer: Optimizer, way: str) -> None:
-    if isinstance(optimizer, LBFGS):
-        problem = "is not supported with LBFGS, whose update of a parameter depends on all gradients"
-        raise PlanError(FIELD, way, problem, "Use another optimizer, or set step_in_backward=False")
-    check_no_step_hooks(optimizer, "set step_in_backward=False")

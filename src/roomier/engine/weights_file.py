@@ -34,7 +34,6 @@ class WeightsToRead(Protocol):
     def check(self, network: nn.Module) -> set[str]:
         """Return the names of the tensors of ``network`` that will be read: all tensors, except adapters without stored
         values."""
-        ...
 
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
         """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of each tensor.
@@ -42,7 +41,6 @@ class WeightsToRead(Protocol):
         Args:
             prepare: function that is called with each tensor before it is written.
         """
-        ...
 
 
 class WeightsFile:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError, did_you_mean
-from roomier.models.sizes import check_heads, check_length, check_positive
 
 # Mapping from each name to (num_layers, num_heads, width), as in minGPT.
 SIZES = {
@@ -244,3 +243,24 @@ def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: to
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, -math.inf)
     return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def check_positive(config: object, *fields: str) -> None:
+    """Raise RoomierError if a field of ``config`` is less than 1."""
+    for field in fields:
+        if getattr(config, field) < 1:
+            raise RoomierError(field, getattr(config, field), "must be at least 1", "Use a positive integer")
+
+
+def check_heads(width: int, num_heads: int) -> None:
+    """Raise RoomierError if ``width`` cannot be divided among the attention heads."""
+    if width % num_heads:
+        problem = f"must be divisible by the {num_heads} heads"
+        raise RoomierError("width", width, problem, "Make the width a multiple of num_heads")
+
+
+def check_length(input_ids: Tensor, context: int) -> None:
+    """Raise RoomierError if the sequences ``[B, T]`` are longer than ``context``."""
+    if context < input_ids.shape[1]:
+        problem = f"must have at most {context} positions, the context of the model"
+        raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")

@@ -21,8 +21,7 @@ from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.tree import map_tensors
-from roomier.engine.model_engine import ModelEngine
-from roomier.engine.prepared import build_prepared
+from roomier.engine.prepared import ModelEngine, build_prepared
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
 from roomier.plan.migrate.accelerate import MEMBERS, PRECISIONS

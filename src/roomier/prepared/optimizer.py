@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.engine.model_engine import ModelEngine
 from roomier.engine.optimizer_state import shard_like
+from roomier.engine.prepared import ModelEngine
 from roomier.prepared.loader import AccumulationState
 from roomier.techniques.optim.proxy import OptimizerProxy
 

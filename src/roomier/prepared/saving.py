@@ -19,7 +19,7 @@ from roomier.core.replacing import replacing_path
 from roomier.core.sharded import is_sharded
 from roomier.core.tree import to_device
 from roomier.core.units import parse_bytes
-from roomier.engine.model_engine import ModelEngine
+from roomier.engine.prepared import ModelEngine
 
 _HOST = torch.device("cpu")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

@@ -13,8 +13,7 @@ from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.run.logged.results import Results
 from roomier.techniques.optim.configured import LRSchedulerConfig
-from roomier.techniques.optim.schedule import continue_schedule
-from roomier.techniques.optim.scheduler_form import check_scheduler
+from roomier.techniques.optim.schedule import check_scheduler, continue_schedule
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # attributes in which torch stores the schedule length
 

@@ -14,9 +14,8 @@ from roomier.checkpoint.export.shards import ToWrite, write_json, write_shard
 from roomier.checkpoint.stored_tensors import StoredTensors
 from roomier.core.errors import RoomierError
 from roomier.plan.parts import AdapterPlan
-from roomier.techniques.adapters.found import fully_trained_modules
 from roomier.techniques.adapters.layers import Adapted, rank_of
-from roomier.techniques.adapters.lora import matches
+from roomier.techniques.adapters.lora import fully_trained_modules, matches
 
 _PREFIX = "base_model.model."
 

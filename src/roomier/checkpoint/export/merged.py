@@ -13,8 +13,7 @@ from roomier.checkpoint.tensor_file import CHUNK_BYTES
 from roomier.checkpoint.tree import TensorSpec
 from roomier.core.errors import RoomierError
 from roomier.plan.parts import AdapterPlan
-from roomier.techniques.adapters.codes import decode
-from roomier.techniques.adapters.layers import product_of
+from roomier.techniques.adapters.layers import decode, product_of
 
 _OF_AN_ADAPTER = ("lora_A", "lora_B", "weight_codes", "weight_scales")
 

@@ -21,7 +21,7 @@ from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
-from roomier.techniques.loss.output_layer import find_output_layer
+from roomier.techniques.loss.chunked import find_output_layer
 
 Changes = Mapping[str, object]
 """Map from fields of a Plan to new values."""

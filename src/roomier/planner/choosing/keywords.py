@@ -10,7 +10,7 @@ from roomier.core.units import parse_bytes
 from roomier.plan import Plan
 from roomier.plan.levers import used_levers
 from roomier.plan.parts import ParallelPlan, Part
-from roomier.techniques.adapters.found import as_keyword
+from roomier.techniques.adapters.lora import as_keyword
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Work, WorkKey
@@ -80,14 +79,14 @@ class DryEstimates:
         return recomputation_ns(forward, keep, self._plan, self._device)
 
 
-class TrackedBytes:
-    """Bytes in use according to a memory tracker, which replaces the statistics of an allocator.
+class TrackedBytes(LiveBytes):
+    """Bytes in use according to a memory tracker, which replaces the statistics of an allocator. The tracker counts all
+    tensors of the optimizer. The measurement continues during the update, because the allocator of a device also
+    reports the memory of the update.
 
     Args:
         tracker: active tracker. The tracker must not be restarted while this object is in use.
     """
-
-    own_ns = 0
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -97,7 +96,7 @@ class TrackedBytes:
         self._peak = 0
 
     @property
-    def base_bytes(self) -> int:
+    def base_bytes(self) -> int:  # type: ignore[override]  # grows while the tracker finds older tensors
         """Bytes that were in use before the start."""
         return self._tracker.bytes_at_start() + self._before
 
@@ -105,13 +104,6 @@ class TrackedBytes:
         """Start the measurement."""
         changes = self._tracker.changes_since(0)
         self._num_seen, self._before = len(changes), sum(changes)
-
-    def stop(self) -> None:
-        """Do nothing. The measurement continues during the update, because the allocator of a device also reports the
-        memory of the update."""
-
-    def note(self, tensor: Tensor) -> None:
-        """Do nothing. The tracker counts all tensors of the optimizer."""
 
     def level(self) -> int:
         """Return the bytes in use in addition to :attr:`base_bytes`."""

@@ -35,8 +35,7 @@ from roomier.planner.memory.model_states import StateBytes
 from roomier.planner.memory.walk import Layout, own_shape
 from roomier.planner.memory.weights import Weight
 from roomier.techniques.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
-from roomier.techniques.offload.states import aligned, record_size
-from roomier.techniques.offload.units import first_leaving
+from roomier.techniques.offload.states import aligned, first_leaving, record_size
 from roomier.techniques.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]

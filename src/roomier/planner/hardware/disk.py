@@ -12,8 +12,7 @@ from roomier.core.disk_space import free_bytes
 from roomier.core.errors import RoomierError, TierError
 from roomier.core.log import quiet
 from roomier.techniques.tiers.buffers import allocate
-from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import FileTransfer
+from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 
 _CHUNK_BYTES = 2**24
 

@@ -97,7 +97,10 @@ class BlockForward(WrappedForward):
                 return self.forward(*args, **kwargs)
         found: list[Tensor] = []
         leaves, form = torch_private.split_leaves((args, kwargs))
-        leaves = [_extracted(leaf, found) for leaf in leaves]
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = _TensorPlaceholder(len(found))
+                found.append(leaf)
         products = Products(save) if self.keep is Keep.PRODUCTS else None
         call = _BlockCall(self.forward, leaves, form, Surroundings(self._buffers), products)
         # Tensors are passed as arguments, so that ``checkpoint`` saves them and restores the random generators of their
@@ -174,13 +177,6 @@ class _TensorPlaceholder:
     """Placeholder for a tensor in the arguments of a call."""
 
     index: int
-
-
-def _extracted(leaf: Any, found: list[Tensor]) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    found.append(leaf)
-    return _TensorPlaceholder(len(found) - 1)
 
 
 class Recompute:

@@ -97,7 +97,7 @@ def peak_bytes(stages: Sequence[Stage], choice: Sequence[int]) -> int:
     return peak
 
 
-def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
+def total_lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
     """Return the time that ``choice`` costs per step, in nanoseconds."""
     return sum(stage.options[index].lost_ns for stage, index in zip(stages, choice, strict=True))
 
@@ -109,7 +109,9 @@ def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
     and choices that save activations in later blocks, because later blocks use the memory for a shorter time.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]
-    return min((choice for choice in found if choice is not None), key=lambda each: lost_ns(stages, each), default=None)
+    return min(
+        (choice for choice in found if choice is not None), key=lambda each: total_lost_ns(stages, each), default=None
+    )
 
 
 def _largest_moved(stages: Sequence[Stage]) -> list[int]:

@@ -189,7 +189,9 @@ class Parcel:
     def stay(self, tensor: Tensor) -> Tensor:
         """Keep the storage of ``tensor`` on the device, and return it as a tensor of bytes."""
         if self._here is None:
-            self._seen, self._here = torch_private.detached(tensor), _bytes_of(tensor)
+            self._seen = torch_private.detached(tensor)
+            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._here = empty.set_(tensor.untyped_storage())
         return self._here
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -426,10 +428,6 @@ def is_weight(tensor: Tensor) -> bool:
     if made_by is None or made_by.name() != "ToCopyBackward0":
         return False
     return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _unpacked(packed: Tensor | Slip) -> Tensor:

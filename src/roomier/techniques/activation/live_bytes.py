@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,18 @@ from roomier.core.device.capability import capabilities_of
 from roomier.core.tree import tensors
 
 
-class LiveBytes(Protocol):
-    """Protocol for measuring the memory in use between :meth:`start` and :meth:`stop`. The results exclude
-    :attr:`base_bytes`."""
+class LiveBytes:
+    """Base class for measuring the memory in use between :meth:`start` and :meth:`stop`. The results exclude
+    :attr:`base_bytes`.
 
-    @property
-    def base_bytes(self) -> int:
-        """Bytes that were allocated before the start, to be added to each level and peak. Final after :meth:`stop`."""
-        ...
+    Attributes:
+        base_bytes: bytes that were allocated before the start, to be added to each level and peak. Final after
+            :meth:`stop`.
+        own_ns: time spent on counting so far, in nanoseconds.
+    """
 
-    @property
-    def own_ns(self) -> int:
-        """Time spent on counting so far, in nanoseconds."""
-        ...
+    base_bytes = 0
+    own_ns = 0
 
     def start(self) -> None:
         """Start the measurement."""
@@ -43,15 +42,14 @@ class LiveBytes(Protocol):
 
     def note(self, tensor: Tensor) -> None:
         """Count ``tensor``, even if no operation uses it."""
-        ...
 
     def level(self) -> int:
         """Return the number of bytes that are in use now."""
-        ...
+        raise NotImplementedError
 
     def take_peak(self) -> int:
         """Return the peak number of bytes in use since the previous call."""
-        ...
+        raise NotImplementedError
 
 
 def live_bytes_on(device: torch.device) -> LiveBytes:
@@ -59,23 +57,14 @@ def live_bytes_on(device: torch.device) -> LiveBytes:
     return AllocatorBytes(device) if capabilities_of(device).has_memory_statistics else CountedBytes(device)
 
 
-class AllocatorBytes:
+class AllocatorBytes(LiveBytes):
     """Measurement by the allocator of the device. The measurement resets the peak statistics of the allocator."""
-
-    base_bytes = 0
-    own_ns = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def start(self) -> None:
         memory.reset_peaks(self._device)
-
-    def stop(self) -> None:
-        pass
-
-    def note(self, tensor: Tensor) -> None:
-        pass
 
     def level(self) -> int:
         return memory.allocated_bytes(self._device)
@@ -86,12 +75,10 @@ class AllocatorBytes:
         return peak
 
 
-class CountedBytes:
+class CountedBytes(LiveBytes):
     """Measurement that counts the storages that operations in this thread use."""
 
     def __init__(self, device: torch.device) -> None:
-        self.base_bytes = 0
-        self.own_ns = 0
         self._device_type = device.type
         self._interception = torch_private.intercept(self._on_operation)
         self._storages: dict[int, _Counted] = {}

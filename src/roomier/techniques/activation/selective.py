@@ -32,7 +32,6 @@ class Saved(Protocol):
 
     def get(self) -> Tensor | None:
         """Return the tensor; None if it was modified in place after it was saved."""
-        ...
 
 
 class OnDevice:

@@ -130,13 +130,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if num_terms is not None:
             factor = factor / num_terms.clamp(min=1)
         is_last = not torch_private.keeps_graph()  # no other backward pass reads the saved gradients
-        return *(_times(each, factor, in_place=is_last) for each in kept), None, None
-
-
-def _times(tensor: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
-    if tensor is None:
-        return None
-    return tensor.mul_(factor) if in_place else tensor * factor
+        times = Tensor.mul_ if is_last else Tensor.mul
+        return *(None if each is None else times(each, factor) for each in kept), None, None
 
 
 def _in_chunks(

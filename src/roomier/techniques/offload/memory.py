@@ -19,7 +19,7 @@ for a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,68 +30,56 @@ from roomier.core.device.streams import computing_stream
 from roomier.techniques.tiers.tier import Tier
 
 
-class Memory(Protocol):
+class Memory:
     """Memory of one record on the device.
-
-    Attributes:
-        storage: storage of the record on the device, which is always the same object.
-    """
-
-    storage: torch.UntypedStorage
-
-    @property
-    def is_here(self) -> bool:
-        """True if the storage has memory that contains the record."""
-        ...
-
-    def start(self) -> None:
-        """Start copying the record to the device if copies overlap with computation."""
-        ...
-
-    def arrive(self) -> None:
-        """Make the content of the record available to the computation."""
-        ...
-
-    def blank(self) -> None:
-        """Allocate memory with undefined content for the storage."""
-        ...
-
-    def leave(self, *, is_changed: bool) -> None:
-        """Free the memory. If ``is_changed`` is True, write the content to the record first."""
-        ...
-
-    def free(self) -> None:
-        """Free the memory that :meth:`leave` did not free because the copy to the host was not complete."""
-        ...
-
-    def settle(self) -> None:
-        """Return the buffer to the tier. Call this method before ``Tier.settle``. The record must not be on the
-        device."""
-        ...
-
-
-class HostMemory:
-    """Memory on the CPU, which is the buffer of the tier; see [Note: one storage].
 
     Args:
         tier: tier that stores the record.
         record: number of the record.
         num_bytes: size of the record.
+        device: device that contains the memory.
+
+    Attributes:
+        storage: storage of the record on the device, which is always the same object.
+        is_here: whether the storage has memory that contains the record.
     """
 
-    def __init__(self, tier: Tier, record: int, num_bytes: int) -> None:
-        self._tier, self._record, self._num_bytes = tier, record, num_bytes
-        self._content = torch.empty(0, dtype=torch.uint8)
-        self.storage = self._content.untyped_storage()
-        self._buffer: Tensor | None = None
-        self._shared: Tensor | None = None  # while is_here is True, owns the memory that _content had before
+    is_here = False
 
-    @property
-    def is_here(self) -> bool:
-        return self._buffer is not None
+    def __init__(self, tier: Tier, record: int, num_bytes: int, device: torch.device) -> None:
+        self._tier, self._record, self._num_bytes, self._device = tier, record, num_bytes, device
+        self._content = torch.empty(0 if device.type == "cpu" else num_bytes, dtype=torch.uint8, device=device)
+        self.storage = self._content.untyped_storage()
+        self.storage.resize_(0)
 
     def start(self) -> None:
-        """This method is a no-op, because :meth:`roomier.techniques.tiers.tier.Tier.expect` starts the read."""
+        """Start copying the record to the device if copies overlap with computation."""
+
+    def arrive(self) -> None:
+        """Make the content of the record available to the computation."""
+        raise NotImplementedError
+
+    def blank(self) -> None:
+        """Allocate memory with undefined content for the storage."""
+        raise NotImplementedError
+
+    def leave(self, *, is_changed: bool) -> None:
+        """Free the memory. If ``is_changed`` is True, write the content to the record first."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Free the memory that :meth:`leave` did not free because the copy to the host was not complete."""
+
+    def settle(self) -> None:
+        """Return the buffer to the tier. Call this method before ``Tier.settle``. The record must not be on the
+        device."""
+
+
+class HostMemory(Memory):
+    """Memory on the CPU, which is the buffer of the tier; see [Note: one storage]. ``Tier.expect`` starts the reads."""
+
+    _buffer: Tensor | None = None
+    _shared: Tensor | None = None  # while is_here is True, owns the memory that _content had before
 
     def arrive(self) -> None:
         if self._buffer is None:
@@ -102,7 +90,7 @@ class HostMemory:
             self._hold(self._tier.blank(self._record))
 
     def _hold(self, buffer: Tensor) -> None:
-        self._buffer = buffer
+        self._buffer, self.is_here = buffer, True
         if torch_offload.exchanges_memory:
             self._shared = torch.from_numpy(buffer.numpy())  # the storage begins with the first byte of the buffer
             torch_offload.exchange_memory(self._content, self._shared)
@@ -111,7 +99,7 @@ class HostMemory:
             torch.empty(0, dtype=torch.uint8).set_(self.storage).copy_(buffer)
 
     def leave(self, *, is_changed: bool) -> None:
-        buffer, self._buffer = self._buffer, None
+        buffer, self._buffer, self.is_here = self._buffer, None, False
         assert buffer is not None
         if torch_offload.exchanges_memory:
             assert self._shared is not None
@@ -126,21 +114,12 @@ class HostMemory:
         else:
             self._tier.drop(buffer)
 
-    def free(self) -> None:
-        """This method is a no-op, because :meth:`leave` freed the memory."""
 
-    def settle(self) -> None:
-        """This method is a no-op, because :meth:`leave` returned the buffer."""
-
-
-class DeviceMemory:
+class DeviceMemory(Memory):
     """Memory on an accelerator.
 
     Args:
-        tier: tier that stores the record.
-        record: number of the record.
-        num_bytes: size of the record.
-        device: accelerator that contains the memory.
+        tier, record, num_bytes, device: see :class:`Memory`.
         stream: stream for copies; see [Note: copies of records]. If None, the host waits for each copy.
         keeps_buffer: True to retain the buffer between uses, which requires a tier with a buffer for each record.
     """
@@ -150,17 +129,13 @@ class DeviceMemory:
         tier: Tier,
         record: int,
         num_bytes: int,
-        *,
         device: torch.device,
+        *,
         stream: torch.Stream | None,
         keeps_buffer: bool,
     ) -> None:
-        self._tier, self._record, self._num_bytes = tier, record, num_bytes
-        self._device, self._stream, self._keeps_buffer = device, stream, keeps_buffer
-        self._content = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.storage = self._content.untyped_storage()
-        self.storage.resize_(0)
-        self.is_here = False
+        super().__init__(tier, record, num_bytes, device)
+        self._stream, self._keeps_buffer = stream, keeps_buffer
         self._has_memory = False
         self._owner: Any = None  # stream to which the memory belongs
         self._copied: Any = None  # event after the last copy
@@ -243,10 +218,9 @@ def memories_of(tier: Tier, sizes: Sequence[int], device: torch.device) -> list[
     """Return a :class:`Memory` on ``device`` for each record of ``tier``. ``sizes`` contains the size of each
     record."""
     if device.type == "cpu":
-        return [HostMemory(tier, record, size) for record, size in enumerate(sizes)]
+        return [HostMemory(tier, record, size, device) for record, size in enumerate(sizes)]
     stream = torch.Stream(device) if capabilities_of(device).copies_asynchronously else None
     keeps = tier.num_buffers >= len(sizes)
     return [
-        DeviceMemory(tier, record, size, device=device, stream=stream, keeps_buffer=keeps)
-        for record, size in enumerate(sizes)
+        DeviceMemory(tier, record, size, device, stream=stream, keeps_buffer=keeps) for record, size in enumerate(sizes)
     ]

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import has_compiled_forward
-from roomier.techniques.offload.units import Unit
+from roomier.techniques.offload.states import Unit
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -24,10 +24,6 @@ _METADATA = frozenset(
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_contiguous}
 """Functions that return properties of a parameter instead of its values. ``fully_shard`` calls some of these functions
 before its first forward pass."""
-
-
-def _reads_only_metadata(func: Any) -> bool:
-    return func in _METADATA
 
 
 class OutsideReads(TorchFunctionMode):
@@ -75,7 +71,7 @@ class OutsideReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_compiling():  # a module that the user compiled
             return func(*args, **(kwargs or {}))
-        if self._report is not None and not _reads_only_metadata(func):
+        if self._report is not None and func not in _METADATA:
             for each in tensors((args, kwargs)):
                 owner = self._owner.get(each)  # type: ignore[call-overload]
                 if owner is not None and owner not in self._running:

@@ -61,19 +61,15 @@ class Slot(Protocol):
     @property
     def content(self) -> Tensor:
         """The stored tensor."""
-        ...
 
     def own(self, stored: Tensor) -> Tensor:
         """Return the part of ``stored`` that belongs to the parameter, without padding."""
-        ...
 
     def show(self, stored: Tensor) -> None:
         """Make ``stored`` the data of the parameter."""
-        ...
 
     def leave_meta(self, stored: Tensor) -> None:
         """Move the parameter from the meta device, and make ``stored`` its data."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

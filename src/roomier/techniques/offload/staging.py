@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,48 +25,9 @@ from roomier.core.device.streams import computing_stream
 from roomier.techniques.tiers.tier import Tier
 
 
-class Staging(Protocol):
-    """Transfers records between a tier and the device. Bytes on the device are tensors of dtype uint8."""
-
-    def expect(self, records: Sequence[int], num_bytes: Sequence[int]) -> None:
-        """Prepare to bring the first ``num_bytes`` bytes of each of ``records`` to the device, in this order."""
-        ...
-
-    def bring(self, record: int, num_bytes: int | None = None) -> Tensor:
-        """Return the content of ``record`` on the device. See :meth:`roomier.techniques.tiers.tier.Tier.take`."""
-        ...
-
-    def blank(self, record: int) -> Tensor:
-        """Return memory for ``record`` on the device, with undefined content."""
-        ...
-
-    def send(self, record: int, content: Tensor) -> None:
-        """Write ``content`` to ``record``, which can differ from the record from which ``content`` was read."""
-        ...
-
-    def drop(self, content: Tensor) -> None:
-        """Free ``content`` without writing it to a record."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until all records are written."""
-        ...
-
-    def mapped(self, record: int) -> Tensor:
-        """Return the content of ``record`` on the host; see :meth:`roomier.techniques.tiers.tier.Tier.mapped`."""
-        ...
-
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory of the tier."""
-        ...
-
-
-class HostStaging:
-    """Staging on the CPU, where the tensors are the buffers of the tier.
+class Staging:
+    """Transfers records between a tier and the device. Bytes on the device are tensors of dtype uint8. This base class
+    is the staging on the CPU, where the tensors are the buffers of the tier.
 
     Args:
         tier: tier that stores the records.
@@ -76,33 +37,43 @@ class HostStaging:
         self._tier = tier
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int]) -> None:
+        """Prepare to bring the first ``num_bytes`` bytes of each of ``records`` to the device, in this order."""
         self._tier.expect(records, num_bytes)
 
     def bring(self, record: int, num_bytes: int | None = None) -> Tensor:
+        """Return the content of ``record`` on the device. See :meth:`roomier.techniques.tiers.disk.DiskTier.take`."""
         return self._tier.take(record, num_bytes)
 
     def blank(self, record: int) -> Tensor:
+        """Return memory for ``record`` on the device, with undefined content."""
         return self._tier.blank(record)
 
     def send(self, record: int, content: Tensor) -> None:
+        """Write ``content`` to ``record``, which can differ from the record from which ``content`` was read."""
         buffer = self._tier.switch(content, record)
         if buffer is not content and buffer.data_ptr() != content.data_ptr():
             buffer.copy_(content)
         self._tier.put(record, buffer)
 
     def drop(self, content: Tensor) -> None:
+        """Free ``content`` without writing it to a record."""
         self._tier.drop(content)
 
     def settle(self) -> None:
+        """Wait until all records are written."""
         self._tier.settle()
 
     def mapped(self, record: int) -> Tensor:
+        """Return the content of ``record`` on the host; see :meth:`roomier.techniques.tiers.disk.DiskTier.mapped`."""
         return self._tier.mapped(record)
 
     def moved_bytes(self) -> tuple[int, int]:
+        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
         return self._tier.bytes_read, self._tier.bytes_written
 
     def close(self) -> None:
+        """Free the memory of the tier."""
+        self.settle()
         self._tier.close()
 
 
@@ -123,7 +94,7 @@ class _Present:
     arrived: Any = None
 
 
-class DeviceStaging:
+class DeviceStaging(Staging):
     """Staging between a tier and an accelerator; see [Note: order of the copies].
 
     At most three records are on the device: the record that is updated, the next expected record, and a record that is
@@ -136,7 +107,8 @@ class DeviceStaging:
     """
 
     def __init__(self, tier: Tier, sizes: Sequence[int], device: torch.device) -> None:
-        self._tier, self._sizes, self._device = tier, sizes, device
+        super().__init__(tier)
+        self._sizes, self._device = sizes, device
         overlaps = capabilities_of(device).copies_asynchronously
         self._inward = torch.Stream(device) if overlaps else None
         self._outward = torch.Stream(device) if overlaps else None
@@ -242,17 +214,7 @@ class DeviceStaging:
             computing_stream(self._device).wait_event(self._leaving[1])
             self._leaving = None
 
-    def mapped(self, record: int) -> Tensor:
-        return self._tier.mapped(record)
-
-    def moved_bytes(self) -> tuple[int, int]:
-        return self._tier.bytes_read, self._tier.bytes_written
-
-    def close(self) -> None:
-        self.settle()
-        self._tier.close()
-
 
 def staging_of(tier: Tier, sizes: Sequence[int], device: torch.device) -> Staging:
     """Return the staging between ``device`` and ``tier``. ``sizes`` contains the size of each record in bytes."""
-    return HostStaging(tier) if device.type == "cpu" else DeviceStaging(tier, sizes, device)
+    return Staging(tier) if device.type == "cpu" else DeviceStaging(tier, sizes, device)

@@ -19,21 +19,21 @@ factorizes the last two dimensions, so the row and column means are both sharded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from roomier.core.sharded import is_sharded
-from roomier.techniques.optim.local import local, shard_group, sum_over
+from roomier.core.sharded import with_local_part
+from roomier.techniques.optim.local import ShardOptimizer, local, shard_group, sum_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(ShardOptimizer, torch.optim.Adafactor):
     """Adafactor whose parameters can be sharded; see [Note: Adafactor on shards].
 
     The arguments and the states are the same as in ``torch.optim.Adafactor``. Unsharded parameters are updated one at a
@@ -42,21 +42,12 @@ class Adafactor(torch.optim.Adafactor):
 
     row_states = ("row_var", "col_var")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. All ranks must call this method together."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         parts: dict[ProcessGroup | None, list[_ShardUpdate]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parts.setdefault(shard_group(parameter), []).append(self._part(group, parameter))
+        for group, parameter in self._trained():
+            parts.setdefault(shard_group(parameter), []).append(self._part(group, parameter))
         for ranks, of_ranks in parts.items():
             _update(of_ranks, ranks)
-        return loss
 
     def _part(self, group: dict[str, Any], parameter: nn.Parameter) -> _ShardUpdate:
         assert parameter.grad is not None
@@ -189,13 +180,6 @@ def _zeros(shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
     """Return a state of zeros in the dtype of the gradient. The state is sharded if it has as many rows as
     ``parameter``."""
     assert parameter.grad is not None
-    own = local(parameter.grad)
-    if not is_sharded(parameter):
-        return own.new_zeros(shape)
-    from torch.distributed.tensor import DTensor, Replicate  # already imported if a tensor is sharded
-
-    is_by_rows = shape[0] == parameter.shape[0]
-    mesh, part = parameter.device_mesh, own.new_zeros((own.shape[0], *shape[1:]) if is_by_rows else shape)
-    placements = parameter.placements if is_by_rows else [Replicate()] * mesh.ndim
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    own, is_by_rows = local(parameter.grad), shape[:1] == parameter.shape[:1]
+    part = own.new_zeros((*own.shape[:1], *shape[1:]) if is_by_rows else shape)
+    return with_local_part(parameter, part, shape, is_replicated=not is_by_rows)

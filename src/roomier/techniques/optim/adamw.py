@@ -31,21 +31,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from roomier.core import torch_fake, torch_private
 from roomier.core.device.capability import capabilities_of
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
-from roomier.core.sharded import is_sharded
+from roomier.core.sharded import is_sharded, with_local_part
 from roomier.techniques.optim import block_codes
 from roomier.techniques.optim.block_codes import EqualBlocks
-from roomier.techniques.optim.local import first_element, local, shard_group, sum_over
-from roomier.techniques.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
+from roomier.techniques.optim.local import NumberedOptimizer, first_element, local, shard_group, sum_over
+from roomier.techniques.optim.rounding import empty_low_bits, flat_parts, noise_key, read, rounded_parts, write
 
 SEED = 0  # seed for stochastic rounding; all runs can use the same seed
 STATE_BITS = (4, 8, 32)
@@ -58,7 +57,7 @@ WORTH_COMPILING = 2**22  # with fewer quantized elements, 1,000 steps save less 
 UpdateBlocks = Callable[..., None]
 
 
-class BlockwiseAdamW(Optimizer):
+class BlockwiseAdamW(NumberedOptimizer):
     """AdamW with moments of ``state_bits`` bits; see [Note: a step on codes].
 
     Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard of a parameter, and the result
@@ -112,7 +111,7 @@ class BlockwiseAdamW(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self.compiled = compiled
-        self._index: dict[Tensor, int] = {}
+        self._index = {}
         self._coded: list[Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
@@ -125,53 +124,33 @@ class BlockwiseAdamW(Optimizer):
         """Add a group. Raises PlanError if the options of the group are invalid."""
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
-        self._count(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # torch copies only the defaults, the state and the parameter groups
-        self._index, self._coded = {}, []
-        for group in self.param_groups:
-            self._count(group)
+        self._coded = []
+        super().__setstate__(state)
 
-    def _count(self, group: Mapping[str, Any]) -> None:
-        """Number the parameters of ``group``, because a step during the backward pass processes only some of them."""
-        for parameter in group["params"]:
-            self._index[parameter] = len(self._index)
-            if uses_codes(parameter.shape, group["state_bits"]):
-                self._coded.append(parameter)
+    def _number(self, group: Mapping[str, Any]) -> None:
+        super()._number(group)
+        self._coded += [each for each in group["params"] if uses_codes(each.shape, group["state_bits"])]
         self._update_codes = None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         update = self._update_codes or self._choose_update()
         scales = self._scales() if self.defaults.get("cautious") else {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, update, scales.get(parameter))
-        return loss
+        for group, parameter in self._trained():
+            self._update(group, parameter, update, scales.get(parameter))
 
     def _scales(self) -> dict[Tensor, Tensor]:
         """Return the factor of the update of each parameter with a gradient (1-dim); see [Note: cautious updates]."""
         counts: dict[Any, dict[Tensor, Tensor]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    exp_avg, gradient = local(self._state(group, parameter)["exp_avg"]), local(parameter.grad)
-                    count = torch.zeros(1, dtype=torch.int64, device=gradient.device)
-                    for _, (own, mean) in flat_parts(gradient, exp_avg):
-                        own = own.to(mean.dtype)
-                        count += torch.count_nonzero(mean.lerp(own, 1 - group["betas"][0]) * own > 0)
-                    counts.setdefault(shard_group(parameter), {})[parameter] = count
+        for group, parameter in self._trained():
+            assert parameter.grad is not None
+            exp_avg, gradient = local(self._state(group, parameter)["exp_avg"]), local(parameter.grad)
+            count = torch.zeros(1, dtype=torch.int64, device=gradient.device)
+            for _, (own, mean) in flat_parts(gradient, exp_avg):
+                own = own.to(mean.dtype)
+                count += torch.count_nonzero(mean.lerp(own, 1 - group["betas"][0]) * own > 0)
+            counts.setdefault(shard_group(parameter), {})[parameter] = count
         scales: dict[Tensor, Tensor] = {}
         for ranks, of_ranks in counts.items():
             totals = sum_over([[each] for each in of_ranks.values()], ranks)
@@ -226,7 +205,10 @@ class BlockwiseAdamW(Optimizer):
                 update = update_blocks  # the update of tensor subclasses cannot be compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
-            _update_full(weight, gradient, own, values, scale, key, first)
+            moments, low_bits = (own["exp_avg"], own["exp_avg_sq"]), own.get("low_bits")
+            parts = rounded_parts(weight, gradient, *moments, low_bits=low_bits, key=key, first=first)
+            for value, own_gradient, exp_avg, exp_avg_sq in parts:
+                adamw_(value, own_gradient, exp_avg, exp_avg_sq, values, scale)
 
 
 @dataclass(frozen=True)
@@ -277,27 +259,12 @@ class StepValues:
 # ---- 32-bit moments --------------------------------------------------------------------------------------------------
 
 
-def _update_full(
-    weight: Tensor,
-    gradient: Tensor,
-    state: Mapping[str, Tensor],
-    values: StepValues,
-    scale: Tensor | None,
-    key: int | None,
-    first: int,
-) -> None:
-    parts = flat_parts(weight, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("low_bits"))
-    for start, (each, own_gradient, exp_avg, exp_avg_sq, low_bits) in parts:
-        value = read(each, low_bits)
-        adamw_(value, own_gradient.to(value.dtype), exp_avg, exp_avg_sq, values, scale)
-        write(each, value, low_bits=low_bits, key=key, first=first + start)
-
-
 def adamw_(
     value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues, scale: Tensor | None
 ) -> None:
     """Run one step of AdamW with torch's operations in torch's order. ``value``, ``exp_avg`` and ``exp_avg_sq`` change
     in place. If ``scale`` is not None, the update is cautious and multiplied by ``scale``."""
+    gradient = gradient.to(value.dtype)
     if values.shrinks != 1:
         value.mul_(values.shrinks)
     exp_avg.lerp_(gradient, 1 - values.beta1)
@@ -474,7 +441,10 @@ def _empty_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str,
     state = {"step": torch.zeros(())}
     if uses_codes(parameter.shape, group["state_bits"]):
         codes = block_codes.empty_codes(local(parameter), group["state_bits"])
-        state |= {name: _as_shard_of(parameter, each) for name, each in codes.items()}
+        state |= {
+            name: with_local_part(parameter, each, (parameter.shape[0], *each.shape[1:]))
+            for name, each in codes.items()
+        }
     else:
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=_moment_dtype(parameter.dtype), requires_grad=False)
@@ -485,18 +455,6 @@ def _empty_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str,
 
 def _moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.bfloat16 else dtype
-
-
-def _as_shard_of(parameter: Tensor, rows: Tensor) -> Tensor:
-    """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
-    if not is_sharded(parameter):
-        return rows
-    from torch.distributed.tensor import DTensor  # slow import, already done if the parameter is sharded
-
-    shape = torch.Size([parameter.shape[0], *rows.shape[1:]])
-    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
 
 
 def _check(group: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from roomier.core import torch_private
-from roomier.core.sharded import is_sharded
+from roomier.core.sharded import is_sharded, with_local_part
 from roomier.techniques.optim.local import local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -150,7 +150,10 @@ class WeightAverage:
         """Return the average in the dtypes of the model for a checkpoint. Shards are returned as DTensors."""
         if self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        return {name: _full_tensor_of(self._tensors[name], self._rounded(name)) for name in self.averages}
+        return {
+            name: _full_tensor_of(self._tensors[name], each.to(self._tensors[name].dtype))
+            for name, each in self.averages.items()
+        }
 
     def current(self) -> dict[str, Tensor]:
         """Return the trained weights in the same form as :meth:`averaged`."""
@@ -171,9 +174,6 @@ class WeightAverage:
         """Return True if the average has more bits than its tensor."""
         return self.averages[name].dtype != self._tensors[name].dtype
 
-    def _rounded(self, name: str) -> Tensor:
-        return self.averages[name].to(self._tensors[name].dtype)
-
 
 def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
@@ -186,14 +186,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
-    if not is_sharded(tensor):
-        return part
-    from torch.distributed.tensor import DTensor  # slow import, already done if a tensor is sharded
-
-    placed = part.to(tensor.to_local().device)
-    return DTensor.from_local(
-        placed, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return with_local_part(tensor, part.to(tensor.to_local().device) if is_sharded(tensor) else part)
 
 
 def tensors_to_average(

@@ -1,27 +1,34 @@
-"""Optimizers selected by a string, and their parameter groups."""
+"""Optimizers selected by a string, and their parameter groups.
+
+[Note: no bias correction]
+DeepSpeed and Apex have Adam without bias correction (``bias_correction=False``). torch's kernels always correct the
+bias, but the corrections ``1 - beta**step`` are exactly 1 for a large step count. Therefore, the states start with a
+step count of 2**24, which a float32 counter does not exceed.
+"""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
 
+from roomier.api.blocks import find_blocks
+from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.sharded import is_sharded
 from roomier.plan.choices import OPTIMIZERS
 from roomier.techniques.optim.adafactor import Adafactor
 from roomier.techniques.optim.adamw import BlockwiseAdamW
-from roomier.techniques.optim.groups import Trait, trained_parameters
+from roomier.techniques.optim.block_codes import can_be_coded
 from roomier.techniques.optim.lion import Lion
-from roomier.techniques.optim.uncorrected import UncorrectedAdam, UncorrectedAdamW
+from roomier.techniques.optim.local import ShardOptimizer
 
-_UNCORRECTED: dict[type[Optimizer], type[Optimizer]] = {
-    torch.optim.AdamW: UncorrectedAdamW,
-    torch.optim.Adam: UncorrectedAdam,
-}
 _FUSED = {"adamw", "adam", "sgd"}
 _STATE_BITS = {"adamw8bit": 8, "adamw4bit": 4}
 _SET_BY_NAME = {"params", "state_bits", "weight_rounding"}
@@ -68,7 +75,8 @@ def make_optimizer(
     trained = trained_parameters(network, blocks)
     if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
         weight_rounding = "split"  # the model has bfloat16 weights
-    kind = _class_of(name, weight_rounding, options or {})
+    uses_blocks = name == "adamw" and (weight_rounding in ("split", "stochastic") or "cautious" in (options or {}))
+    kind: type[Optimizer] = BlockwiseAdamW if uses_blocks else OPTIMIZERS[name].load()
     if kind is torch.optim.Adafactor and any(is_sharded(parameter) for parameter, _ in trained):
         kind = Adafactor
     if not trained:
@@ -103,13 +111,6 @@ def keeps_updates(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, (BlockwiseAdamW, Lion)):
         return True
     return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
-
-
-def _class_of(name: str, weight_rounding: str | None, options: Mapping[str, Any]) -> type[Optimizer]:
-    if name == "adamw" and (weight_rounding in ("split", "stochastic") or "cautious" in options):
-        return BlockwiseAdamW
-    kind: type[Optimizer] = OPTIMIZERS[name].load()
-    return kind
 
 
 def _groups(
@@ -147,3 +148,83 @@ def _has_fused(name: str, parameter: nn.Parameter) -> bool:
     if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 has only Adam's fused kernels
         return False
     return parameter.is_floating_point() and name in capabilities_of(parameter.device).fused_optimizers
+
+
+LARGE_STEP = 2.0**24  # see [Note: no bias correction]
+
+
+class UncorrectedAdam(ShardOptimizer, Adam):
+    """:class:`torch.optim.Adam` without bias correction. The first updates are smaller than Adam's."""
+
+    def _update_all(self) -> None:
+        for group, parameter in self._trained():
+            if not self.state[parameter]:
+                self.state[parameter] = _empty_state(parameter, group)
+        torch_private.step_without_hooks(self, Adam)
+
+
+class UncorrectedAdamW(UncorrectedAdam, AdamW):
+    """:class:`torch.optim.AdamW` without bias correction. The first updates are smaller than AdamW's."""
+
+
+_UNCORRECTED: dict[type[Optimizer], type[Optimizer]] = {AdamW: UncorrectedAdamW, Adam: UncorrectedAdam}
+
+
+def _empty_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    on_device = group["fused"] or group["capturable"]  # the kernels then read the step count on the device
+    state = {"step": torch.tensor(LARGE_STEP, device=parameter.device if on_device else None)}
+    for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        state[name] = torch.zeros_like(parameter, requires_grad=False)
+    return state
+
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # the scales of other norms have one dimension
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class Trait:
+    """Classification of one parameter.
+
+    Attributes:
+        decays: whether weight decay applies to the parameter. Weight decay does not apply to biases and the scales of
+            norms.
+        is_looked_up: whether the parameter is an embedding, or tied to an embedding.
+        is_large_matrix: whether the parameter is a large weight that is not looked up. Such a parameter can have
+            low-bit states.
+        is_hidden: whether the parameter is a matrix of a block.
+    """
+
+    decays: bool
+    is_looked_up: bool
+    is_large_matrix: bool
+    is_hidden: bool
+
+
+def trained_parameters(
+    network: nn.Module, blocks: Sequence[nn.Module] | None = None
+) -> list[tuple[nn.Parameter, Trait]]:
+    """Return the parameters that require gradients and their traits, in the order of the network. Tied parameters
+    appear once.
+
+    Args:
+        blocks: the blocks of ``network``. None searches for blocks.
+    """
+    norms = {p for part in network.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
+    looked_up = {p for part in network.modules() if isinstance(part, _LOOKUPS) for p in part.parameters(recurse=False)}
+    of_blocks = {p for block in (find_blocks(network) if blocks is None else blocks) for p in block.parameters()}
+    found = []
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # T5's relative_attention_bias and Swin's relative_position_bias_table are tables of biases.
+        decays = parameter.dim() >= 2 and parameter not in norms and "bias" not in name
+        is_matrix = decays and parameter not in looked_up
+        trait = Trait(
+            decays=decays,
+            is_looked_up=parameter in looked_up,
+            is_large_matrix=is_matrix and can_be_coded(parameter.shape),
+            is_hidden=is_matrix and parameter.dim() == 2 and parameter in of_blocks,
+        )
+        found.append((parameter, trait))
+    return found

@@ -13,21 +13,19 @@ a learning rate that is 3 to 10 times smaller than AdamW's, and a weight decay t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from roomier.core.errors import RoomierError
-from roomier.techniques.optim.local import first_element, local
-from roomier.techniques.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
+from roomier.techniques.optim.local import NumberedOptimizer, first_element, local
+from roomier.techniques.optim.rounding import empty_low_bits, noise_key, rounded_parts
 
 SEED = 0  # seed for stochastic rounding; all runs can use the same seed
 
 
-class Lion(Optimizer):
+class Lion(NumberedOptimizer):
     """The Lion optimizer; see [Note: Lion]. Each rank updates its shard of each sharded parameter.
 
     Args:
@@ -48,33 +46,13 @@ class Lion(Optimizer):
         *,
         weight_rounding: str = "split",
     ) -> None:
-        self._index: dict[Tensor, int] = {}
+        self._index = {}
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "weight_rounding": weight_rounding}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and number its parameters."""
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            self._index[parameter] = len(self._index)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # torch copies only the defaults, the state and the parameter groups
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        self._index = {parameter: index for index, parameter in enumerate(parameters)}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter)
-        return loss
+    def _update_all(self) -> None:
+        for group, parameter in self._trained():
+            self._update(group, parameter)
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -88,10 +66,9 @@ class Lion(Optimizer):
         low_bits = local(state["low_bits"]) if "low_bits" in state else None
         weight, gradient, momentum = local(parameter), local(parameter.grad), local(state["momentum"])
         first = first_element(parameter) if key is not None else 0
-        for start, (each, own_gradient, own_momentum, own_bits) in flat_parts(weight, gradient, momentum, low_bits):
-            value = read(each, own_bits)
+        parts = rounded_parts(weight, gradient, momentum, low_bits=low_bits, key=key, first=first)
+        for value, own_gradient, own_momentum in parts:
             lion_(value, own_gradient, own_momentum, group["lr"], group["betas"], group["weight_decay"])
-            write(each, value, low_bits=own_bits, key=key, first=first + start)
 
     def _start(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -19,22 +19,21 @@ takes the same time, but each matrix requires one additional all-gather.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
 from roomier.core.sharded import is_sharded
-from roomier.techniques.optim.local import local
+from roomier.techniques.optim.local import ShardOptimizer, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(Optimizer):
+class Muon(ShardOptimizer):
     """Muon for the matrices of blocks, and AdamW for the other parameters; see [Note: Muon].
 
     Args:
@@ -86,23 +85,14 @@ class Muon(Optimizer):
         others = [dict(group) for group in self.param_groups if not group.get("is_hidden")]
         self._adamw = AdamW(others) if others else None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
+    def _update_all(self) -> None:
+        for group, parameter in self._trained():
             if group.get("is_hidden"):
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(group, parameter)
+                self._update(group, parameter)
         if self._adamw is not None:
             self._adamw.param_groups = [group for group in self.param_groups if not group.get("is_hidden")]
             self._adamw.state = self.state
             self._adamw.step()
-        return loss
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         assert parameter.grad is not None

@@ -56,6 +56,17 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
         yield part.start, [None if each is None else each[part] for each in flat]
 
 
+def rounded_parts(
+    weight: Tensor, *others: Tensor, low_bits: Tensor | None = None, key: int | None = None, first: int = 0
+) -> Iterator[list[Any]]:
+    """Yield the float32 values of each chunk of ``weight`` with the chunks of ``others``, and write the values to
+    ``weight`` when the next chunk is requested. For the arguments, see :func:`flat_parts` and :func:`write`."""
+    for start, (part, own_bits, *rest) in flat_parts(weight, low_bits, *others):
+        value = read(part, own_bits)
+        yield [value, *rest]
+        write(part, value, low_bits=own_bits, key=key, first=first + start)
+
+
 def empty_low_bits(weight: Tensor) -> Tensor:
     """Return the initial low bits of ``weight``: an int16 tensor of zeros with the same sharding as the weight."""
     return torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)

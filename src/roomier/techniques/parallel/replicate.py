@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch defines it conditionally
 from torch.nn.parallel import DistributedDataParallel
 
 from roomier.core import torch_fake, torch_private
@@ -16,15 +17,13 @@ from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks, announce, close_connections
 from roomier.plan.choices import compression_named
 from roomier.plan.parts import ParallelPlan
-from roomier.techniques.parallel.fake_ddp import FakeDDP
-from roomier.techniques.parallel.rounded import send_rounded
-from roomier.techniques.parallel.runner import StepRunner
-from roomier.techniques.parallel.unsharded import Unsharded
+from roomier.techniques.parallel.agree import take_values_of_rank_zero
+from roomier.techniques.parallel.parallel import Parallel, StepRunner
 
 _NO_COMPRESSION = "Set gradient_compression='none'"
 
 
-class Replicas(Unsharded):
+class Replicas(Parallel):
     """A network that every rank stores in full, with the methods that the engine calls in each step.
 
     DDP averages gradients over the ranks, but the engine weights losses for a sum over the ranks. Therefore, the engine
@@ -113,9 +112,6 @@ class Replicas(Unsharded):
                 close_connections()  # ranks that have all gradients wait for the reduction
                 raise error
 
-    def end_update(self) -> None:
-        """This method is a no-op, because DDP requires no action after an update."""
-
     def trained_parameters_changed(self) -> None:
         """Discard DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters. The next
         step averages gradients directly, and the following step constructs DDP again.
@@ -143,7 +139,9 @@ class Replicas(Unsharded):
         if self._finds_unused:
             # torch warns if all parameters are used in a step, so this parameter, which is always unused, is added.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
-        torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
+        # DDP broadcasts buffers in each forward pass. The codes of frozen quantized weights never change.
+        constant = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in runner.named_modules())
+        torch_private.leave_out_of_ddp(runner, [f"{prefix}.{name}" for prefix, names in constant for name in names])
         wrap: type[DistributedDataParallel] = DistributedDataParallel
         if torch_fake.is_fake(self._trained):
             wrap = cast(Any, FakeDDP)
@@ -166,12 +164,6 @@ class Replicas(Unsharded):
             "If steps leave parameters unused, set Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
         )
         return TrainingError("training_step", [trained[each] for each in unreduced[:5]], problem, action)
-
-
-def _constant_buffers(module: nn.Module) -> list[str]:
-    # DDP broadcasts buffers in each forward pass. The codes of frozen quantized weights never change.
-    names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
-    return [f"{prefix}.{name}" for prefix, own in names for name in own]
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
@@ -210,3 +202,92 @@ def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:
 
 def _dtype_name(parameter: nn.Parameter) -> str:
     return str(parameter.dtype)
+
+
+def send_rounded(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """All-reduce the gradients of ``bucket`` in ``dtype``, as a communication hook for DDP.
+
+    torch provides ``bf16_compress_hook``, which DDP rejects on a CPU.
+    """
+    gradients: Tensor = bucket.buffer()
+    rounded = gradients.to(dtype).div_(dist.get_world_size())
+
+    def restore(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return gradients.copy_(reduced.value()[0])
+
+    future: torch.futures.Future[Tensor] = dist.all_reduce(rounded, async_op=True).get_future().then(restore)
+    return future
+
+
+class FakeDDP(nn.Module):
+    """Wrapper that allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
+
+    No data is communicated. The buckets are allocated at construction. In a backward pass that reduces gradients, each
+    complete gradient is copied into its bucket and becomes a view of the bucket. In a backward pass that does not
+    reduce gradients, they accumulate outside the buckets.
+
+    Args:
+        module: wrapped module.
+        **options: additional arguments of DDP, which are ignored.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+        self._buckets = {each: torch.empty_like(each) for each in module.parameters() if each.requires_grad}
+        for parameter in self._buckets:
+            parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Ignore the hook. The memory of the compressed gradients is not counted."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Accept missing gradients."""
+
+    @torch.no_grad()
+    def _into_bucket(self, parameter: Tensor) -> None:
+        if self.require_backward_grad_sync and parameter.grad is not None:
+            bucket = self._buckets[parameter]  # type: ignore[index]  # torch declares the hook for any tensor
+            bucket.copy_(parameter.grad)
+            parameter.grad = bucket
+
+
+NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+class OwnGradients(Parallel):
+    """Strategy without gradient communication in backward. The optimizer communicates instead (1-bit Adam).
+
+    Every rank stores the full model and the gradients of its own batches.
+
+    Args:
+        network: unsharded model. Its parameters and buffers are overwritten with the values from rank 0.
+        ranks: all ranks of the run.
+
+    Attributes:
+        runner: module that runs a step in its ``forward``.
+        loss_factor: the number of ranks, because the optimizer averages over the ranks.
+    """
+
+    def __init__(self, network: nn.Module, ranks: Ranks) -> None:
+        take_values_of_rank_zero(network, ranks)
+        self.runner: nn.Module = StepRunner(network)
+        self.loss_factor = float(ranks.world.size)
+        norms = [each for each in network.modules() if isinstance(each, NORMS_WITH_STATISTICS)]
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
+
+    def end_update(self) -> None:
+        """Copy the running statistics from rank 0, as DDP does. All other tensors are already identical."""
+        for buffer in self._statistics:
+            dist.broadcast(buffer, src=0)
+
+    def check_reduced(self, field: str, value: object) -> None:
+        problem = (
+            "is not supported with onebit_adam, which sends the signs of the momentum and never has the full gradient"
+        )
+        raise TrainingError(field, value, problem, "Remove it, or use optimizer='adamw'")

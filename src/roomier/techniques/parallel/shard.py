@@ -19,6 +19,12 @@ Autocast computes matrix products and convolutions in 16 bits, and embeddings, n
 weights of matrix products are all-gathered in 16 bits. The embeddings and norms of the block are a separate unit, which
 is all-gathered in float32. The hooks and collectives of each unit have a fixed cost. Therefore, these embeddings and
 norms belong to the root unit if they are only a small fraction of the block.
+
+[Note: parameters without a dimension]
+A learned scalar, such as the temperature of CLIP, has no dimension that could be sharded, and sharding would save no
+memory. A learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates.
+This module sums the gradient of each such parameter over the ranks once per step, as DDP does. DTensor treats tensors
+without a dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
 """
 
 from __future__ import annotations
@@ -26,27 +32,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from roomier.api.blocks import num_elements_of
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import map_tensors, tensors
 from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.techniques.parallel.mesh import REPLICATE, SHARD
-from roomier.techniques.parallel.norm import join_norms
 from roomier.techniques.parallel.order import Order
+from roomier.techniques.parallel.parallel import Parallel, StepRunner
 from roomier.techniques.parallel.read_weights import layers_read_by_others
-from roomier.techniques.parallel.runner import StepRunner
-from roomier.techniques.parallel.whole import WholeParameters, is_whole, sharded_parameters
 
 MULTIPLYING = (
     nn.Linear,
@@ -105,7 +110,7 @@ class Sharding:
         return self.mesh.ndim > 1
 
 
-class Shards:
+class Shards(Parallel):
     """A network sharded across ranks, with the methods that the engine calls in each step.
 
     Attributes:
@@ -114,20 +119,19 @@ class Shards:
         loss_factor: 1, because gradients are summed over the ranks.
         allows_inference_mode: False, because buffers that an all-gather allocates in inference mode cannot be used in
             training.
-        late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
+        late_parameters: parameters that are not sharded; see [Note: parameters without a dimension].
         root_parameters: parameters inside units that are sharded with the root, not with their unit; see
             :func:`root_parameters_of`.
         units: the modules that are units, without the root, in the order of the network.
         gathers_ahead: whether the forward pass of a unit starts the all-gather of the next unit.
     """
 
-    loss_factor = 1.0
     allows_inference_mode = False
 
     def __init__(self, network: nn.Module, sharding: Sharding, blocks: Sequence[nn.Module]) -> None:
         self.sharding = sharding
         self._whole = WholeParameters(network, sharding.mesh.size() if sharding.by_hand else 1)
-        self.late_parameters: Sequence[nn.Parameter] = self._whole.parameters
+        self.late_parameters = self._whole.parameters
         self._reductions = Reductions()
         self._was_gathered = False
         self._is_last = True
@@ -142,8 +146,7 @@ class Shards:
         in_units = {each for unit in units for each in unit.parameters()} - in_root
         self._cuts: list[FSDPModule] = []  # one for each group of parameters; the root is the first
         root = self._cut([self.runner], None, in_units)
-        sharded = (each for unit in units for each in unit.parameters() if isinstance(each, DTensor))
-        self.root_parameters: Sequence[nn.Parameter] = list(sharded)
+        self.root_parameters = [each for unit in units for each in unit.parameters() if isinstance(each, DTensor)]
         parts = [self._shard_unit(unit) for unit in units]
         replicas = sharding.mesh.get_group(REPLICATE) if sharding.has_copies else None
         self._order = Order(network, self._cuts, replicas, is_fixed=sharding.finds_unused)
@@ -152,8 +155,11 @@ class Shards:
         is_sequential = sharding.is_sequential or sharding.finds_unused
         self.gathers_ahead = sharding.is_pairwise and not is_sequential
         if self.gathers_ahead:
-            _gather_ahead([[root], *parts])
-        self.units: Sequence[nn.Module] = units
+            # On a GPU, fully_shard runs all-gathers on a separate stream, so that they overlap with computation.
+            # Without streams, the overlap requires explicit forward prefetching.
+            for own_parts, following in pairwise([[root], *parts]):
+                own_parts[-1].set_modules_to_forward_prefetch([*own_parts[:-1], *following])
+        self.units = units
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
         if is_sequential:
             # An explicit list replaces implicit prefetching. Prefetching an unsharded unit is a no-op.
@@ -245,14 +251,14 @@ class Shards:
                 unit.unshard()
             unit.reshard()
 
-    def trained_parameters_changed(self) -> None:
-        """This method is a no-op, because ``fully_shard`` checks ``requires_grad`` in every step."""
-
-    def check_reduced(self, field: str, value: object) -> None:
-        """This method is a no-op, because backward reduces the gradients."""
-
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        return join_norms(norms, self.sharding.mesh.get_group(-1))
+        norm = super().join_norms({each: norm for each, norm in norms.items() if not isinstance(each, DTensor)})
+        sharded: dict[Tensor, Tensor] = {each: norm for each, norm in norms.items() if isinstance(each, DTensor)}
+        if sharded:
+            square = super().join_norms(sharded).square()
+            dist.all_reduce(square, group=self.sharding.mesh.get_group(-1))
+            norm = torch.hypot(square.sqrt(), norm) if len(sharded) < len(norms) else square.sqrt()
+        return norm
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""
@@ -334,13 +340,6 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return map_tensors(lambda each: torch_private.without_view(each, may_share=may_share), output)
 
 
-def _gather_ahead(units: list[list[FSDPModule]]) -> None:
-    # On a GPU, fully_shard runs all-gathers on a separate stream, so that they overlap with computation. Without
-    # streams, the overlap requires explicit forward prefetching.
-    for parts, following in pairwise(units):
-        parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
-
-
 def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that become units, which are the blocks and the large layers outside the blocks. The root is
     not included.
@@ -405,17 +404,13 @@ def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | 
 
 
 def _exact_leaves(unit: nn.Module) -> list[nn.Module]:
-    leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
+    leaves = [each for each in unit.modules() if not any(True for _ in each.children()) and sharded_parameters(each)]
     return [each for each in leaves if not isinstance(each, MULTIPLYING)]
 
 
 def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
     own = _num_owners(module)
     return all(count == num_owners[parameter] for parameter, count in own.items())
-
-
-def _is_leaf_with_parameters(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and bool(sharded_parameters(module))
 
 
 def lay_out_by_rows(network: nn.Module) -> None:
@@ -453,3 +448,80 @@ def check_shardable(network: nn.Module) -> None:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
         action = "Convert the model to one dtype, for example with model.float(), or use strategy='ddp'"
         raise RoomierError("model", found, "trained parameters must have the same dtype to be sharded", action)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` has no dimension. ``fully_shard`` cannot shard such a parameter."""
+    return not parameter.dim()
+
+
+def sharded_parameters(module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
+    """Return the parameters of ``module`` that can be sharded."""
+    return [each for each in module.parameters(recurse) if not is_whole(each)]
+
+
+class WholeParameters:
+    """The unsharded parameters of a network, with the methods that :class:`Shards` calls in each step.
+
+    Args:
+        network: model before it is sharded.
+        num_shares: number by which the sum of the gradients over the ranks is divided.
+
+    Attributes:
+        parameters: all unsharded parameters, trained or frozen.
+    """
+
+    def __init__(self, network: nn.Module, num_shares: int = 1) -> None:
+        self.parameters = [each for each in network.parameters() if is_whole(each)]
+        self._num_shares = num_shares
+        self._kept: dict[nn.Parameter, Tensor] | None = None
+
+    def begin_step(self) -> None:
+        """Discard the gradients that remain after an interrupted step."""
+        self._kept = None
+
+    def begin_backward(self) -> None:
+        """Move existing gradients out of ``grad``, because they are already summed over the ranks."""
+        if self._kept is not None:  # the first micro-batch already stored the gradients
+            return
+        self._kept = {}
+        for each in self.parameters:
+            if each.grad is not None:
+                self._kept[each], each.grad = each.grad, None
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Sum the gradients over the ranks. Call after the backward pass of the last micro-batch."""
+        trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
+        for _, group in groupby(trained, _dtype_name):
+            self._add_up(list(group))
+        for each, kept in (self._kept or {}).items():
+            each.grad = kept if each.grad is None else kept.add_(each.grad)
+        self._kept = None
+
+    def _add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of ``parameters``, which have the same dtype, over all ranks.
+
+        A gradient that is missing on some ranks counts as zero. A gradient that is missing on all ranks remains None.
+        16-bit gradients are sent and summed in float32. The same collective also counts, for each gradient, the ranks
+        that have it. Reading a count synchronizes with the device, so a rank reads only the counts of its missing
+        gradients.
+        """
+        values = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        has_gradient = torch.ones_like(values)  # created on the device, because a copy from the host would synchronize
+        for number, each in enumerate(parameters):
+            if each.grad is None:
+                has_gradient[number].zero_()
+        together = torch.stack([values, has_gradient])
+        dist.all_reduce(together)
+        sums, num_with = together[0] / self._num_shares, together[1]
+        for number, each in enumerate(parameters):
+            if each.grad is not None:
+                each.grad.copy_(sums[number])
+            elif not torch_fake.is_fake([num_with]) and num_with[number]:
+                each.grad = sums[number].to(each.dtype)
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)

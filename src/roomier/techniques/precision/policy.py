@@ -53,6 +53,15 @@ class Precision:
         return nullcontext
 
 
+_MODES: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "64-true": {"weight_dtype": torch.float64},
+    "bf16-true": {"weight_dtype": torch.bfloat16},
+    "bf16-mixed": {"autocast_dtype": torch.bfloat16},
+    "16-mixed": {"autocast_dtype": torch.float16, "scales_loss": True},
+}
+
+
 def precision_of(mode: str, device: torch.device) -> Precision:
     """Return the :class:`Precision` for ``mode`` on ``device``.
 
@@ -66,19 +75,7 @@ def precision_of(mode: str, device: torch.device) -> Precision:
     if mode == "64-true" and device.type == "mps":
         action = "Use accelerator='cpu', or precision='32-true'"
         raise PlanError("precision", mode, "is not supported on mps, which has no float64", action)
-    match mode:
-        case "32-true":
-            return Precision(device)
-        case "64-true":
-            return Precision(device, weight_dtype=torch.float64)
-        case "bf16-true":
-            return Precision(device, weight_dtype=torch.bfloat16)
-        case "bf16-mixed":
-            return Precision(device, autocast_dtype=torch.bfloat16)
-        case "16-mixed":
-            return Precision(device, autocast_dtype=torch.float16, scales_loss=True)
-        case _:
-            raise AssertionError(f"unknown precision mode {mode!r}")
+    return Precision(device, **_MODES[mode])
 
 
 @contextmanager

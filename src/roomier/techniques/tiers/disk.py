@@ -30,8 +30,7 @@ from torch import Tensor
 from roomier.core.errors import TierError
 from roomier.core.units import format_bytes
 from roomier.techniques.tiers.buffers import buffer_sizes, discard_content, padded, record_memory
-from roomier.techniques.tiers.scratch import Scratch
-from roomier.techniques.tiers.transfers import FileTransfer
+from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 
 Wait = Callable[[], object]
 
@@ -73,7 +72,15 @@ class DiskTier:
             record at a time. If False, each buffer has the size of the largest record.
         closes_scratch: True to close ``scratch`` in :meth:`close`, because no other tier uses it.
 
-    The attributes are described in :class:`roomier.techniques.tiers.tier.Tier`.
+    Records are numbered from 0. All methods must be called by a single thread.
+
+    Attributes:
+        num_buffers: number of buffers that can be in use at the same time. The caller can hold at most this number of
+            buffers.
+        uses_threads: whether other threads read and write the buffers.
+        host_bytes: number of bytes of host memory that the tier allocated.
+        disk_bytes: size of the records on disk, in bytes.
+        bytes_read, bytes_written: number of bytes that were read from and written to the disk, including padding.
 
     Raises:
         TierError: the disk is full, or the buffers do not fit into the host memory.
@@ -124,7 +131,16 @@ class DiskTier:
         self._is_open = True
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start reading ``records``. See :meth:`roomier.techniques.tiers.tier.Tier.expect`."""
+        """Start reading ``records``, in this order, as buffers become free. A later call replaces ``records``.
+
+        If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
+        a record, the record is read after the caller returns the buffer. If a record appears several times, the record
+        is read again after each :meth:`take`.
+
+        Args:
+            records: numbers of the records.
+            num_bytes: number of bytes to read from the start of each record; by default the full records.
+        """
         self._begin()
         sizes = [self._sizes[record] for record in records] if num_bytes is None else num_bytes
         with self._scratch.transfers.changed:
@@ -147,19 +163,33 @@ class DiskTier:
                         discard_content(slot.memory)
 
     def is_ready(self, record: int) -> bool:
-        """Return whether the record was expected and its read is complete."""
+        """Return whether :meth:`take` would return without waiting."""
         with self._scratch.transfers.changed:
             slot = self._coming.get(record)
             return slot is not None and (slot.read is None or slot.read.is_done)
 
     def take(self, record: int, num_bytes: int | None = None) -> Tensor:
-        """Return a buffer with the content of ``record``. See :meth:`roomier.techniques.tiers.tier.Tier.take`."""
+        """Return a buffer (uint8, on the host) with the content of ``record``. This method waits until the read is
+        complete.
+
+        The buffer belongs to the caller until it is passed to :meth:`put` or :meth:`drop`.
+
+        Args:
+            record: number of the record.
+            num_bytes: number of bytes to read from the start of the record. None reads the full record. The buffer
+                always has the size of the record, and bytes that are not read are undefined.
+
+        Raises:
+            TierError: the record cannot be read.
+        """
         self._begin()
         size = padded(self._sizes[record] if num_bytes is None else num_bytes)
         with self._scratch.transfers.changed:
             slot = self._coming.get(record)
             if slot is None:
-                self._forget(record)
+                expected = next((each for each in self._expected if each[0] == record), None)
+                if expected is not None:
+                    self._expected.remove(expected)
                 slot = self._coming[record] = self._claim(record)
                 self._read(slot, record, 0, size, first=True)
             elif self._cancel(slot):
@@ -172,7 +202,7 @@ class DiskTier:
             return self._hold(slot, record)
 
     def blank(self, record: int) -> Tensor:
-        """Return a buffer with undefined content. See :meth:`roomier.techniques.tiers.tier.Tier.blank`."""
+        """Return a buffer for ``record`` with undefined content. This method waits until a buffer is free."""
         self._begin()
         with self._scratch.transfers.changed:
             slot = self._claim(record)
@@ -183,7 +213,13 @@ class DiskTier:
         return buffer
 
     def switch(self, buffer: Tensor, record: int) -> Tensor:
-        """Return ``buffer``, which now belongs to ``record``."""
+        """Return the buffer in which to write ``record``, in exchange for ``buffer``, which is no longer needed.
+
+        The record of ``buffer`` must have the same size as ``record``.
+
+        For a tier on disk, the result is ``buffer`` itself with its content. For a tier in host memory, the result is
+        the memory of ``record`` with its earlier content.
+        """
         with self._scratch.transfers.changed:
             slot = self._held.pop(id(buffer))
             assert self._sizes[slot.record] == self._sizes[record], "the records have different sizes"
@@ -192,7 +228,18 @@ class DiskTier:
             return changed
 
     def put(self, record: int, buffer: Tensor, wait: Wait | None = None) -> None:
-        """Write ``buffer`` to ``record``. See :meth:`roomier.techniques.tiers.tier.Tier.put`."""
+        """Write ``buffer`` to ``record`` and take the buffer back. This method does not wait.
+
+        Args:
+            record: number of the record.
+            buffer: the tensor that :meth:`take`, :meth:`blank` or :meth:`switch` returned for ``record``. Views of
+                the tensor are rejected.
+            wait: function that returns when the content of the buffer is complete, such as ``synchronize`` of an event
+                that follows a copy from the device. The function can be called by a different thread, at most once.
+
+        Raises:
+            TierError: an earlier write failed.
+        """
         self._begin()
         with self._scratch.transfers.changed:
             slot = self._held.pop(id(buffer))
@@ -213,8 +260,7 @@ class DiskTier:
             self._fill()  # the record is no longer held and can be read
 
     def drop(self, buffer: Tensor, wait: Wait | None = None) -> None:
-        """Release ``buffer`` without writing its content to the disk. See
-        :meth:`roomier.techniques.tiers.tier.Tier.drop`."""
+        """Take ``buffer`` back without writing its content. For the arguments, see :meth:`put`."""
         self._begin()
         with self._scratch.transfers.changed:
             slot = self._held.pop(id(buffer))
@@ -222,14 +268,22 @@ class DiskTier:
             self._release(slot)
 
     def settle(self) -> None:
-        """Wait until all writes are complete, and clear the list of expected records."""
+        """Wait until all writes are complete, and clear the list of expected records.
+
+        Raises:
+            TierError: a write failed.
+        """
         self.expect([])
         unused = self._unused_read
         self._scratch.wait_for(lambda: not self._writes and (unused is None or unused.is_done))
 
     def mapped(self, record: int) -> Tensor:
-        """Return ``record`` as a tensor that shares its memory with the file. See
-        :meth:`roomier.techniques.tiers.tier.Tier.mapped`."""
+        """Return the content of ``record`` as a tensor (uint8, on the host) that shares the memory of the record.
+
+        Writes to the tensor change the record. Call :meth:`settle` first. The tensor is valid until the next call
+        to another method of the tier. The content is not copied to host memory, so checkpoints can read and write
+        records of any size.
+        """
         if self._sizes[record] == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self._mapping is None:
@@ -345,12 +399,6 @@ class DiskTier:
         job = slot.read
         if job is not None:
             self._scratch.wait_for(lambda: job.is_done)
-
-    def _forget(self, record: int) -> None:
-        """Remove the first occurrence of ``record`` from the expected records."""
-        found = next((each for each in self._expected if each[0] == record), None)
-        if found is not None:
-            self._expected.remove(found)
 
     def _cancel(self, slot: _RingBuffer) -> bool:
         """Remove the read of ``slot`` if it has not started, and return whether it was removed."""

@@ -1,4 +1,4 @@
-"""Protocol of a tier, which stores records of bytes outside the device.
+"""Tiers, which store records of bytes outside the device.
 
 [Note: records and buffers]
 A tier stores records, whose sizes are fixed when the tier is created. Code never accesses a record directly: the tier
@@ -10,113 +10,84 @@ fixed number of buffers (its ring), so its host memory is known before the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
+from roomier.techniques.tiers.buffers import record_memory
+from roomier.techniques.tiers.disk import DiskTier
 
-class Tier(Protocol):
-    """Storage of records. Records are numbered from 0. All methods must be called by a single thread.
 
-    Attributes:
-        num_buffers: number of buffers that can be in use at the same time. The caller can hold at most this number of
-            buffers.
-        uses_threads: whether other threads read and write the buffers.
-        host_bytes: number of bytes of host memory that the tier allocated.
-        disk_bytes: size of the records on disk, in bytes.
-        bytes_read, bytes_written: number of bytes that were read from and written to the disk, including padding.
+class HostTier:
+    """Records in host memory. The buffer of a record is the record itself, so no data is copied.
+
+    Args:
+        sizes: size of each record in bytes.
+        pinned: True to pin the memory, for copies to and from an accelerator.
+
+    The attributes and methods are described in :class:`roomier.techniques.tiers.disk.DiskTier`.
     """
 
-    num_buffers: int
-    uses_threads: bool
-    host_bytes: int
-    disk_bytes: int
-    bytes_read: int
-    bytes_written: int
+    uses_threads = False
+
+    def __init__(self, sizes: Sequence[int], pinned: bool) -> None:
+        self._records, self.host_bytes = record_memory(sizes, pinned)
+        self._owner = {id(memory): record for record, memory in enumerate(self._records)}
+        self._waits: dict[int, Callable[[], object]] = {}
+        self.num_buffers = len(sizes)
+        self.disk_bytes = self.bytes_read = self.bytes_written = 0
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start reading ``records``, in this order, as buffers become free. A later call replaces ``records``.
-
-        If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
-        a record, the record is read after the caller returns the buffer. If a record appears several times, the record
-        is read again after each :meth:`take`.
-
-        Args:
-            records: numbers of the records.
-            num_bytes: number of bytes to read from the start of each record; by default the full records.
-        """
-        ...
+        """This method is a no-op, because all records are in memory."""
 
     def is_ready(self, record: int) -> bool:
-        """Return whether :meth:`take` would return without waiting."""
-        ...
+        """Return True if all copies to the record are complete."""
+        return record not in self._waits
 
     def take(self, record: int, num_bytes: int | None = None) -> Tensor:
-        """Return a buffer (uint8, on the host) with the content of ``record``. This method waits until the read is
-        complete.
-
-        The buffer belongs to the caller until it is passed to :meth:`put` or :meth:`drop`.
-
-        Args:
-            record: number of the record.
-            num_bytes: number of bytes to read from the start of the record. None reads the full record. The buffer
-                always has the size of the record, and bytes that are not read are undefined.
-
-        Raises:
-            TierError: the record cannot be read.
-        """
-        ...
+        """Return the memory of ``record``."""
+        self._finish(record)
+        return self._records[record]
 
     def blank(self, record: int) -> Tensor:
-        """Return a buffer for ``record`` with undefined content. This method waits until a buffer is free."""
-        ...
+        """Return the memory of ``record``."""
+        return self.take(record)
 
     def switch(self, buffer: Tensor, record: int) -> Tensor:
-        """Return the buffer in which to write ``record``, in exchange for ``buffer``, which is no longer needed.
-
-        The record of ``buffer`` must have the same size as ``record``.
-
-        For a tier on disk, the result is ``buffer`` itself with its content. For a tier in host memory, the result is
-        the memory of ``record`` with its earlier content.
-        """
-        ...
+        """Return the memory of ``record`` with its earlier content."""
+        assert id(buffer) in self._owner
+        return self.take(record)
 
     def put(self, record: int, buffer: Tensor, wait: Callable[[], object] | None = None) -> None:
-        """Write ``buffer`` to ``record`` and take the buffer back. This method does not wait.
-
-        Args:
-            record: number of the record.
-            buffer: the tensor that :meth:`take`, :meth:`blank` or :meth:`switch` returned for ``record``. Views of
-                the tensor are rejected.
-            wait: function that returns when the content of the buffer is complete, such as ``synchronize`` of an event
-                that follows a copy from the device. The function can be called by a different thread, at most once.
-
-        Raises:
-            TierError: an earlier write failed.
-        """
-        ...
+        """Take ``buffer`` back. The next access to the record calls ``wait``."""
+        assert self._owner[id(buffer)] == record, "the buffer was not returned for this record"
+        self.drop(buffer, wait)
 
     def drop(self, buffer: Tensor, wait: Callable[[], object] | None = None) -> None:
-        """Take ``buffer`` back without writing its content. For the arguments, see :meth:`put`."""
-        ...
+        """Take ``buffer`` back. The next access to the record calls ``wait``."""
+        if wait is not None:
+            self._waits[self._owner[id(buffer)]] = wait
 
     def settle(self) -> None:
-        """Wait until all writes are complete, and clear the list of expected records.
-
-        Raises:
-            TierError: a write failed.
-        """
-        ...
+        """Wait until the content of all records is complete."""
+        for record in list(self._waits):
+            self._finish(record)
 
     def mapped(self, record: int) -> Tensor:
-        """Return the content of ``record`` as a tensor (uint8, on the host) that shares the memory of the record.
-
-        Writes to the tensor change the record. Call :meth:`settle` first. The tensor is valid until the next call
-        to another method of the tier. The content is not copied to host memory, so checkpoints can read and write
-        records of any size.
-        """
-        ...
+        """Return the memory of ``record``."""
+        return self._records[record]
 
     def close(self) -> None:
-        """Free the memory, and remove the files of the tier."""
-        ...
+        """Wait for all copies to and from the records, and free the memory."""
+        self.settle()
+        self._records, self._owner = [], {}
+
+    def _finish(self, record: int) -> None:
+        wait = self._waits.pop(record, None)
+        if wait is not None:
+            wait()
+
+
+Tier: TypeAlias = HostTier | DiskTier
+"""Storage of records; see [Note: records and buffers]. :class:`roomier.techniques.tiers.disk.DiskTier` describes the
+attributes and methods."""

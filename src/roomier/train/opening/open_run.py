@@ -35,7 +35,7 @@ from roomier.run.run import Batches, Run, call
 from roomier.run.schedulers import Schedulers
 from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
-from roomier.techniques.adapters.found import name_adapters
+from roomier.techniques.adapters.lora import name_adapters
 from roomier.techniques.optim.configured import Configured
 from roomier.train.evaluate import sanity_check
 from roomier.train.opening.notices import (

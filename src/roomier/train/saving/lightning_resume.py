@@ -35,7 +35,7 @@ from roomier.engine.optimizer_state import parameter_names, shard_like
 from roomier.engine.weights_file import prepare_nothing
 from roomier.run.run import Run
 from roomier.techniques.adapters.layers import is_adapter
-from roomier.techniques.optim.scheduler_form import check_scheduler
+from roomier.techniques.optim.schedule import check_scheduler
 from roomier.techniques.parallel.pages import local_rows
 from roomier.train.saving.group_values import report_kept_values
 

@@ -41,8 +41,8 @@ from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
 from roomier.run.settled import FirstWeights
-from roomier.techniques.adapters.found import as_keyword
 from roomier.techniques.adapters.layers import is_adapter
+from roomier.techniques.adapters.lora import as_keyword
 from roomier.train.opening.run_folder import PREFIX
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import (
