@@ -9,7 +9,8 @@ import torch
 
 from roomier import Trainer
 from tests.lightning.both import quiet_lightning
-from tests.lightning.differences import DIFFERENCES, GUIDE, Difference, with_table
+from tests.lightning.difference import Difference
+from tests.lightning.differences import DIFFERENCES, GUIDE, with_table
 from tests.lightning.modules import pl
 
 

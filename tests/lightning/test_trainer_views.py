@@ -28,6 +28,7 @@ def loop_values(trainer: Any) -> dict[str, Any]:
         "global_step": loop.epoch_loop.global_step,
         "batch_idx": loop.epoch_loop.batch_idx,
         "total_batch_idx": loop.epoch_loop.total_batch_idx,
+        "of_fit_loop": (loop.batch_idx, loop.total_batch_idx),
         "ready": loop.epoch_loop.batch_progress.current.ready,
         "total_ready": loop.epoch_loop.batch_progress.total.ready,
         "epochs": loop.epoch_progress.current.ready,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from roomier import RoomierError
-from roomier.techniques.optim.configured import LRSchedulerConfig, read_configured
+from roomier.techniques.optim.configured import LRSchedulerConfig, check_schedulers, read_configured
 
 
 @pytest.fixture
@@ -143,4 +143,4 @@ def unsupported_forms():
 )
 def test_an_invalid_return_value_is_rejected(what, returned, problem):
     with pytest.raises(RoomierError, match=f"(?s)configure_optimizers.*{problem}"):
-        read_configured(returned)
+        check_schedulers(read_configured(returned))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -60,11 +61,17 @@ class DataModule(HasHyperParameters, DataHooks):
         The training data is shuffled, unless it is an ``IterableDataset``.
 
         Args:
-            batch_size: number of samples per batch.
+            batch_size: number of samples per batch. ``__init__`` receives this number and ``num_workers`` if it
+                accepts them.
             num_workers: number of worker processes per loader.
             init_arguments: arguments of ``__init__``.
         """
-        datamodule = cls(**init_arguments)
+        parameters = inspect.signature(cls).parameters
+        accepts_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        datamodule = cls(
+            **{name: size for name, size in sizes.items() if accepts_all or name in parameters}, **init_arguments
+        )
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for name, dataset in given.items():
             if dataset is not None:

@@ -394,13 +394,13 @@ class Module(HasHyperParameters, ModuleHooks):
         """
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
 
-    def freeze(self) -> None:
-        """Set ``requires_grad`` to False for all parameters and set evaluation mode."""
-        self.requires_grad_(False).eval()
+    def freeze(self) -> Self:
+        """Set ``requires_grad`` to False for all parameters and set evaluation mode. Return the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Set ``requires_grad`` to True for all parameters and set training mode."""
-        self.requires_grad_(True).train()
+    def unfreeze(self) -> Self:
+        """Set ``requires_grad`` to True for all parameters and set training mode. Return the module."""
+        return self.requires_grad_(True).train()
 
     @classmethod
     def load_from_checkpoint(

@@ -240,13 +240,13 @@ class TrainerView(Protocol):
     fast_dev_run: int | bool
 
     @property
-    def val_check_interval(self) -> int | float:
-        """Number of training batches between two validations (int), or fraction of an epoch (float)."""
+    def val_check_interval(self) -> Any:
+        """Training batches between two validations (int), fraction of an epoch (float), or time between them."""
         interval = self.options.val_check_interval
         return 1.0 if interval is None else interval
 
     check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
+    num_sanity_val_steps: int | float
     log_every_n_steps: int
 
     # Objects

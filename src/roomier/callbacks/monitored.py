@@ -103,6 +103,6 @@ def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """
     if sum(trainer.num_val_batches) == 0:
         return True
-    interval = trainer.val_check_interval  # An integer is a number of batches, and a float is a fraction of an epoch.
+    interval = trainer.val_check_interval  # A number of batches (int), a fraction of an epoch (float), or a time
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1

@@ -157,7 +157,7 @@ class ProgressBar(BatchCounts, Callback):
 
     def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if trainer.sanity_checking:
-            limit = math.inf if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps
+            limit = trainer.num_sanity_val_steps
             self._start_evaluation(trainer, "sanity check", limit)
         else:
             self._start_evaluation(trainer, "validation")
@@ -260,7 +260,7 @@ def num_batches_left(trainer: TrainerView, num_done: int) -> float:
         num_done: number of completed batches of the current epoch.
     """
     by_steps = (trainer.num_steps_in_all - trainer.global_step) * trainer.accumulate_grad_batches
-    max_epochs = 1 if trainer.fast_dev_run else trainer.max_epochs
+    max_epochs = trainer.max_epochs
     if max_epochs is None or max_epochs < 0 or math.isinf(trainer.num_training_batches):
         return by_steps
     num_later_epochs = max_epochs - trainer.current_epoch - 1

@@ -21,6 +21,7 @@ from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.checkpoint.verbs import load
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 from roomier.core.untrusted import read_regular
@@ -53,7 +54,8 @@ def load_module(
         path: checkpoint folder, or ``.ckpt`` file of Lightning.
         map_location: device of the module. None leaves the module on the device on which ``__init__`` creates it,
             usually the CPU.
-        hparams_file: YAML file of hyperparameters, which replace the stored hyperparameters.
+        hparams_file: YAML file of hyperparameters, which replace the stored hyperparameters. If the file does not
+            exist, a notice is printed, and the stored hyperparameters are used.
         strict: if True, require that the names of the weights match; by default the module's ``strict_loading``.
         init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
@@ -68,8 +70,7 @@ def load_module(
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None
     described = peek_run(path) if file is None else file.described
-    if hparams_file is not None:
-        described["hyperparameters"] = _hyperparameters_in(hparams_file)
+    described["hyperparameters"] = _hyperparameters(hparams_file, described.get("hyperparameters", {}))
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
     if file is not None:
@@ -142,7 +143,7 @@ def load_datamodule(
         described = peek_run(path)
         stored = described.get("datamodule_init", {})
         state = load(path, only=("datamodule",))["datamodule"] if "datamodule" in described else None
-    found = stored.get("hyperparameters", {}) if hparams_file is None else _hyperparameters_in(hparams_file)
+    found = _hyperparameters(hparams_file, stored.get("hyperparameters", {}))
     datamodule = _constructed(cls, path, found, stored.get("argument"), init_arguments)
     if state:
         cast(Any, datamodule).load_state_dict(map_tensors(lambda tensor: tensor.to(device), state))
@@ -159,8 +160,14 @@ class _HyperparametersLoader(Loader):
 _HyperparametersLoader.add_constructor("tag:yaml.org,2002:python/tuple", _HyperparametersLoader.construct_tuple)
 
 
-def _hyperparameters_in(hparams_file: str | Path) -> dict[str, Any]:
+def _hyperparameters(hparams_file: str | Path | None, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters in ``hparams_file``, or ``stored`` if there is no such file."""
+    if hparams_file is None:
+        return stored
     check_path("hparams_file", hparams_file)
+    if not at_home(hparams_file).exists():  # a run without hyperparameters has no such file
+        notice(f"hparams_file={str(hparams_file)!r} does not exist: using the hyperparameters in the checkpoint")
+        return stored
     try:
         text = read_regular(at_home(hparams_file), _MAX_HYPERPARAMETERS_BYTES).decode()
         found = yaml.load(text, Loader=_HyperparametersLoader)

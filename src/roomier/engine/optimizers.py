@@ -22,6 +22,7 @@ from roomier.techniques.optim.configured import (
     Configured,
     LRSchedulerConfig,
     check_ownership,
+    check_schedulers,
     check_sharded_parameters,
     read_configured,
 )
@@ -47,6 +48,8 @@ def configure(
             ``configure_optimizers`` of a LightningModule returns None, a notice is printed instead, as in Lightning.
     """
     configured = read_configured(module.configure_optimizers())
+    if module.automatic_optimization:
+        check_schedulers(configured)
     wanted = plan.optimizer
     if wanted.name is None:
         if configured.optimizers or not module.automatic_optimization:

@@ -156,7 +156,7 @@ class RunLoaders:
             DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.
         """
         options, field = self._options, f"{name}_dataloaders"
-        if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
+        if getattr(options, f"limit_{name}_batches") == 0:
             return [], []
         seed, ranks = torch.initial_seed() % 2**63, self._ranks
         loaders = as_loaders(self._find(name), field)

@@ -38,7 +38,7 @@ class LoopOptions:
             per epoch. None means all.
         overfit_batches: number or fraction of the batches that training and validation use, each from its own loaders.
         fast_dev_run: number of batches of a development run. True means 1.
-        val_check_interval: number or fraction of training batches between two validations.
+        val_check_interval: number or fraction of training batches between two validations, or the time between them.
         check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` counts
             batches across epochs.
         num_sanity_val_steps: number of validation batches before training. -1 means all.
@@ -69,9 +69,9 @@ class LoopOptions:
     limit_predict_batches: int | float | None = None
     overfit_batches: int | float = 0.0
     fast_dev_run: int | bool = False
-    val_check_interval: int | float | None = None
+    val_check_interval: int | float | str | timedelta | dict[str, int] | None = None
     check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int = 2
+    num_sanity_val_steps: int | float = 2
     log_every_n_steps: int = 50
     reload_dataloaders_every_n_epochs: int = 0
     inference_mode: bool = True
@@ -87,7 +87,8 @@ class LoopOptions:
         for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch"):
             _check_count(name, getattr(self, name), minimum=-1 if name == "max_epochs" else 0, optional=True)
         _check_count("max_steps", self.max_steps, minimum=-1)
-        _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
+        if self.num_sanity_val_steps != math.inf:
+            _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
         _check_count("log_every_n_steps", self.log_every_n_steps, minimum=1)
         _check_count("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, minimum=0)
         self._check_flags()
@@ -100,13 +101,14 @@ class LoopOptions:
         for stage in ("train", "val", "test", "predict"):
             _check_limit(f"limit_{stage}_batches", getattr(self, f"limit_{stage}_batches"))
         _check_limit("overfit_batches", self.overfit_batches)
-        _check_limit("val_check_interval", self.val_check_interval)
+        if self.val_check_interval_s is None:
+            _check_limit("val_check_interval", self.val_check_interval)
         if self.val_check_interval == 0:
             raise RoomierError(
                 "val_check_interval", 0, "must be positive", "Use limit_val_batches=0 to disable validation"
             )
-        if self.check_val_every_n_epoch is None and not _is_count(self.val_check_interval):
-            problem = "must be an integer if check_val_every_n_epoch=None, because it counts batches across epochs"
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, (bool, float, NoneType)):
+            problem = "must be an integer or a time if check_val_every_n_epoch=None, because it counts across epochs"
             raise RoomierError("val_check_interval", self.val_check_interval, problem, "Set it to a number of batches")
         if not isinstance(self.fast_dev_run, (bool, int)) or self.fast_dev_run < 0:
             raise RoomierError(
@@ -119,6 +121,23 @@ class LoopOptions:
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
         if self.default_root_dir is not None:
             check_path("default_root_dir", self.default_root_dir, CheckpointError)
+        for name, value in self._implied().items():
+            object.__setattr__(self, name, value)
+
+    def _implied(self) -> dict[str, Any]:
+        """Return the values of arguments that other arguments determine. The Trainer shows them, as in Lightning."""
+        implied: dict[str, Any] = {}
+        if self.num_sanity_val_steps == -1:
+            implied["num_sanity_val_steps"] = math.inf
+        if self.max_epochs is None and (self.max_steps != -1 or self.max_time is not None):
+            implied["max_epochs"] = -1
+        if number := self.num_dev_batches:
+            stages = ("test", "predict") if self.overfit_batches else ("train", "val", "test", "predict")
+            implied |= {f"limit_{stage}_batches": number for stage in stages}
+            implied |= {"fast_dev_run": True if number == 1 else number, "max_epochs": 1, "max_steps": number}
+            implied |= {"min_epochs": None, "min_steps": None, "num_sanity_val_steps": 0}
+            implied |= {"val_check_interval": None, "check_val_every_n_epoch": 1}
+        return implied
 
     def _check_flags(self) -> None:
         check_flag("enable_plan_table", self.enable_plan_table, optional=True)
@@ -142,6 +161,14 @@ class LoopOptions:
         """Maximum time of a fit in seconds; None if the time is unlimited."""
         return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
 
+    @property
+    def val_check_interval_s(self) -> float | None:
+        """Time in seconds between two validations; None if ``val_check_interval`` counts batches."""
+        interval = self.val_check_interval
+        return (
+            parse_duration_s("val_check_interval", interval) if isinstance(interval, (str, dict, timedelta)) else None
+        )
+
     @cached_property
     def hang_timeout_s(self) -> float | None:
         """Time in seconds without progress after which a run is aborted; None if this timeout is disabled."""
@@ -149,28 +176,22 @@ class LoopOptions:
 
     def epoch_limit(self) -> float:
         """Return the number of epochs after which training ends; infinite if the number of epochs is not limited."""
-        if self.num_dev_batches:
-            return 1
-        if self.max_epochs is not None:
-            return math.inf if self.max_epochs == -1 else self.max_epochs
-        return math.inf if self.is_bounded else DEFAULT_MAX_EPOCHS
+        if self.max_epochs is None:
+            return DEFAULT_MAX_EPOCHS
+        return math.inf if self.max_epochs == -1 else self.max_epochs
 
     @property
     def is_bounded(self) -> bool:
         """True if the user limited the number of epochs, the number of steps or the time."""
-        return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
+        return self.max_epochs is not None
 
     def step_limit(self) -> float:
         """Return the number of optimizer steps after which training ends; infinite if the number of steps is not
         limited."""
-        if self.num_dev_batches:
-            return self.num_dev_batches
         return math.inf if self.max_steps == -1 else self.max_steps
 
     def limit_of(self, stage: str) -> int | float:
         """Return the limit on batches in ``stage``, as a number or a fraction."""
-        if self.num_dev_batches:
-            return self.num_dev_batches
         if stage in ("train", "val") and self.overfit_batches:
             return self.overfit_batches
         limit: int | float | None = getattr(self, f"limit_{stage}_batches")
@@ -183,8 +204,6 @@ class LoopOptions:
         Raises:
             RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.
         """
-        if self.num_dev_batches:
-            return min(self.num_dev_batches, num_batches)
         field = f"limit_{stage}_batches"
         limit = getattr(self, field)
         if stage in ("train", "val") and self.overfit_batches:
@@ -197,13 +216,15 @@ class LoopOptions:
 
     def val_interval(self, num_train_batches: float) -> float:
         """Return the number of training batches between two validations. Infinity means that validation runs at the end
-        of the epoch.
+        of the epoch, and 0 that the interval is a time.
 
         Raises:
             RoomierError: the interval is longer than an epoch or shorter than one batch, or it is a fraction and the
                 number of batches is unknown.
         """
         interval = self.val_check_interval
+        if isinstance(interval, (str, dict, timedelta)):
+            return 0
         if interval is None or (interval == 1.0 and isinstance(interval, float)):
             return num_train_batches
         if isinstance(interval, int):

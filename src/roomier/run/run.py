@@ -44,7 +44,8 @@ class Batches:
         num_training: number of batches in a training epoch on each rank; infinite if unknown.
         evaluated: the loaders of an evaluation, or of the validation within a fit; empty if no validation runs.
         limits: maximum number of batches of each loader in ``evaluated``, over all ranks.
-        val_interval: number of training batches between two validations; infinite to validate when an epoch ends.
+        val_interval: number of training batches between two validations; infinite to validate when an epoch ends, and 0
+            if the interval is a time.
     """
 
     train: Source | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class TrainingStep:
         first_batch: index in the epoch of the first micro-batch of this window.
         skips_epoch: True if a hook skips the rest of the epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
+        validated_s: time on the monotonic clock when training began, or when the last validation after a step ended.
     """
 
     def __init__(self, run: Run) -> None:
@@ -62,6 +64,7 @@ class TrainingStep:
         self._loss: Tensor | None = None
         self.skips_epoch = False
         self.frees_gradients = False
+        self.validated_s = time.monotonic()
 
     def __call__(self, batch: Any, index: int) -> Any:
         if self.skips_epoch:

@@ -162,7 +162,7 @@ class TrainerAttributes(TrainerView):
     overfit_batches: int | float
     fast_dev_run: int | bool
     check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
+    num_sanity_val_steps: int | float
     log_every_n_steps: int
 
     def __init__(self, given: Mapping[str, Any], plan: Plan, world: World) -> None:
@@ -412,8 +412,7 @@ class TrainerAttributes(TrainerView):
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Number of batches of each validation loader in the sanity check before training."""
-        most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
-        return [min(most, number) for number in self.num_batches_of.get("fit", ())]
+        return [min(self.options.num_sanity_val_steps, number) for number in self.num_batches_of.get("fit", ())]
 
     @property
     def num_test_batches(self) -> list[float]:

@@ -112,8 +112,8 @@ class Trainer(TrainerAttributes):
         overfit_batches: number (int) or fraction (float) of the batches of each training and validation loader that a
             fit uses, in a fixed order. 0.0 disables this option.
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
-        val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
-            The default is one epoch.
+        val_check_interval: number of training batches between two validations (int), fraction of an epoch (float), or
+            time between them, in a format of ``max_time``. The default is one epoch.
         check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
@@ -176,7 +176,7 @@ class Trainer(TrainerAttributes):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 2,
         log_every_n_steps: int | None = 50,

@@ -90,6 +90,23 @@ def read_configured(returned: Any) -> Configured:
     raise RoomierError(FIELD, returned, "is not a supported return value", action)
 
 
+def check_schedulers(configured: Configured) -> None:
+    """Check that the loop can step each scheduler. With manual optimization, the module steps its schedulers.
+
+    Raises:
+        RoomierError: a scheduler has no method ``step``, or requires a metric but has no ``monitor``.
+    """
+    for config in configured.schedulers:
+        if isinstance(config.scheduler, Optimizer) or not callable(getattr(config.scheduler, "step", None)):
+            action = "Pass a torch.optim.lr_scheduler object"
+            raise RoomierError(f"{FIELD}: lr_scheduler", config.scheduler, "is not a scheduler", action)
+        if config.reduce_on_plateau and config.monitor is None:
+            action = "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}"
+            raise RoomierError(
+                f"{FIELD}: monitor", None, "ReduceLROnPlateau requires the name of a logged metric", action
+            )
+
+
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
     """Reject an optimizer of parameters that are not in the model, and a scheduler of a different optimizer. Such
     parameters are not saved, and such a scheduler has no effect.
@@ -180,17 +197,10 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
         config = LRSchedulerConfig(**{"monitor": monitor, **given})
     else:
         config = LRSchedulerConfig(given, monitor=monitor)
-    if isinstance(config.scheduler, Optimizer) or not callable(getattr(config.scheduler, "step", None)):
-        raise RoomierError(
-            f"{FIELD}: lr_scheduler", config.scheduler, "is not a scheduler", "Pass a torch.optim.lr_scheduler object"
-        )
     if config.interval not in ("epoch", "step"):
         raise RoomierError(f"{FIELD}: interval", config.interval, "is invalid", "Use 'epoch' or 'step'")
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise RoomierError(f"{FIELD}: frequency", config.frequency, "must be a positive integer", "Use 1 or more")
     if isinstance(config.scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True
-    if config.reduce_on_plateau and config.monitor is None:
-        action = "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}"
-        raise RoomierError(f"{FIELD}: monitor", None, "ReduceLROnPlateau requires the name of a logged metric", action)
     return config

@@ -172,7 +172,7 @@ def restore_run(run: Run) -> Path | None:
             run.loggers.start(start.folder, run.log_step)
         return path
     hyperparameters = hyperparameters_to_log(run.module, request.datamodule)
-    if not (request.options.is_bounded or request.options.num_dev_batches):
+    if not request.options.is_bounded:
         notice(f"max_epochs, max_steps and max_time are not set: training for {DEFAULT_MAX_EPOCHS} epochs")
     path = _restored(run, restore)
     if start.folder is not None:
@@ -206,9 +206,8 @@ def start_fit(run: Run) -> None:
     report_transfer_hooks(run.module, run.settled.request.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
-    is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
-    if run.batches.evaluated and num_batches and is_fresh:
-        sanity_check(run, math.inf if num_batches == -1 else num_batches)
+    if run.batches.evaluated and num_batches and run.progress.global_step == 0:
+        sanity_check(run, num_batches)
     if run.now.random_state is None:  # until here, random states are equal, so all ranks build identical models
         separate_rng(run.ranks.world.rank)
 

@@ -84,7 +84,7 @@ def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | Non
     if batch_size != num_samples:
         return f"a batch has {num_samples} samples, but the loader has batch_size={batch_size}"
     counts = {
-        "limit_train_batches": options.limit_train_batches not in (None, 1.0),
+        "limit_train_batches": options.limit_train_batches not in (None, 1.0, options.num_dev_batches),
         "overfit_batches": bool(options.overfit_batches),
         "val_check_interval": options.val_check_interval not in (None, 1.0),
         "fast_dev_run": bool(options.num_dev_batches),

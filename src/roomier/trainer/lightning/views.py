@@ -94,6 +94,8 @@ class FitLoop:
     def __getattr__(self, name: str) -> Any:
         if name in _SETTABLE:
             return getattr(self._trainer, name)
+        if name in ("batch_idx", "total_batch_idx"):
+            return getattr(self.epoch_loop, name)
         raise AttributeError(f"trainer.fit_loop has no attribute {name!r}")
 
     @property

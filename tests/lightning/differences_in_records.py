@@ -1,0 +1,419 @@
+"""Intended differences of logs, checkpoints and the Trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from roomier.callbacks import ModelCheckpoint
+from roomier.tuner import Tuner
+from tests.lightning.both import make_trainer
+from tests.lightning.difference import (
+    Steps,
+    differs,
+    fit,
+    outcome,
+    rows_of,
+)
+from tests.lightning.modules import Regression, in_order, pl, samples
+
+# Logging --------------------------------------------------------------------------------------------------------------
+
+
+@differs(
+    "`logger=True`",
+    lightning="is a TensorBoardLogger if TensorBoard is installed, otherwise a CSVLogger",
+    roomier="writes `metrics.jsonl` and `metrics.csv`",
+    reason="each run has the same files, which need no additional package",
+    expected=(1, 2),
+)
+def num_default_loggers(kind: Any, folder: Path) -> int:
+    return len(make_trainer(kind, folder, logger=True).loggers)
+
+
+@differs(
+    "`log(..., on_step=False, on_epoch=False)`",
+    lightning="is an error",
+    roomier="logs nothing, and prints a notice",
+    reason="a value that is not recorded does not end a run",
+    expected=("MisconfigurationException", "completes"),
+)
+def log_of_no_value(kind: Any, folder: Path) -> str:
+    def log(module: Any, batch_idx: int) -> None:
+        module.log("x", 1.0, on_step=False, on_epoch=False)
+
+    return outcome(lambda: fit(kind, folder, Steps(log)))
+
+
+@differs(
+    "`step` in rows of the log",
+    lightning="is the index of the step, from 0",
+    roomier="is the number of completed steps, from 1",
+    reason="a row and the checkpoint of the same step have the same number",
+    expected=([0, 1, 2, 3], [1, 2, 3, 4]),
+)
+def steps_of_rows(kind: Any, folder: Path) -> list[int]:
+    return [step for step, row in rows_of(kind, folder, log_every_n_steps=1) if "train_loss_step" in row]
+
+
+@differs(
+    "the column `loss`",
+    lightning="does not exist",
+    roomier="is the loss of the optimizer step, over all its micro-batches and ranks",
+    reason="runs can be compared even if their modules log different values",
+    expected=(False, True),
+)
+def rows_contain_the_loss(kind: Any, folder: Path) -> bool:
+    return any("loss" in row for _, row in rows_of(kind, folder, log_every_n_steps=1))
+
+
+@differs(
+    "the last step",
+    lightning="is logged if it is a multiple of `log_every_n_steps`",
+    roomier="is always logged",
+    reason="the log ends with the result of the run",
+    expected=(1, 2),
+)
+def num_rows_with_the_loss(kind: Any, folder: Path) -> int:
+    return sum("train_loss_step" in row for _, row in rows_of(kind, folder, log_every_n_steps=3))
+
+
+# Checkpoints and files ------------------------------------------------------------------------------------------------
+
+
+@differs(
+    "checkpoints",
+    lightning="are pickle files",
+    roomier='are folders without pickle, whose names have no extension. `ModelCheckpoint(format="lightning")` and '
+    "`roomier export FOLDER --to lightning out.ckpt` write Lightning files",
+    reason="loading executes no code, and each rank reads only its shard",
+    expected=(("epoch=0-step=4.ckpt", True), ("epoch=0-step=4", False)),
+)
+def form_of_a_checkpoint(kind: Any, folder: Path) -> tuple[str, bool]:
+    path = Path(fit(kind, folder, enable_checkpointing=True).checkpoint_callback.best_model_path)
+    return path.name, path.is_file()
+
+
+@differs(
+    "`trainer.save_checkpoint` in a hook",
+    lightning="writes the checkpoint immediately",
+    roomier="writes the checkpoint at the end of the step, at the save point (hook `on_save_point`)",
+    reason="a run can resume exactly only from a save point",
+    expected=(True, False),
+)
+def checkpoint_exists_after_a_save_in_a_step(kind: Any, folder: Path) -> bool:
+    found: list[bool] = []
+
+    def save(module: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            module.trainer.save_checkpoint(folder / "saved")
+            found.append((folder / "saved").exists())
+
+    fit(kind, folder, Steps(save))
+    assert (folder / "saved").exists()
+    return found[0]
+
+
+@differs(
+    "objects that `on_save_checkpoint` adds",
+    lightning="are pickled",
+    roomier="are not saved, because a checkpoint contains only data; a notice names them",
+    reason="loading executes no code",
+    expected=(timedelta(1), None),
+)
+def object_in_a_checkpoint(kind: Any, folder: Path) -> Any:
+    class Adds(Steps):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["added"] = timedelta(1)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.read = checkpoint.get("added")
+
+    trainer, module = fit(kind, folder, Adds()), Adds()
+    trainer.save_checkpoint(folder / "saved")
+    make_trainer(kind, folder, max_epochs=2).fit(
+        module, in_order(4), ckpt_path=folder / "saved", **({} if kind is not pl.Trainer else {"weights_only": False})
+    )
+    return module.read
+
+
+@differs(
+    "`on_load_checkpoint` that creates layers in a fit",
+    lightning="is called before the optimizers exist, so the layers are trained",
+    roomier="raises a `CheckpointError`; create the layers in `configure_model`",
+    reason="weights are read directly into the shards, so the sharded model and the optimizers must exist before",
+    expected=("completes", "CheckpointError"),
+)
+def layers_created_while_loading(kind: Any, folder: Path) -> str:
+    class Grown(Steps):
+        def __init__(self, *, grows: bool = True) -> None:
+            super().__init__()
+            if grows:
+                self.grow()
+
+        def grow(self) -> None:
+            self.more = torch.nn.Linear(1, 1)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if not hasattr(self, "more"):
+                self.grow()
+
+    fit(kind, folder, Grown()).save_checkpoint(folder / "saved.ckpt")
+    return outcome(lambda: fit(kind, folder, Grown(grows=False), max_epochs=2, ckpt_path=folder / "saved.ckpt"))
+
+
+@differs(
+    "the first Ctrl-C or SIGTERM during a fit",
+    lightning="Ctrl-C ends the run without a checkpoint",
+    roomier="completes the step, saves `checkpoints/interrupted-step=N` and exits with code 130 or 143",
+    reason="the run can resume exactly, and a job scheduler can determine the reason from the exit code",
+    expected=(False, True),
+)
+def interrupted_run_saves_a_checkpoint(kind: Any, folder: Path) -> bool:
+    def interrupt(module: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    end = outcome(lambda: fit(kind, folder, Steps(interrupt), enable_checkpointing=True, logger=True))
+    assert end in ("SystemExit", "KeyboardInterrupt")
+    return any(path.name == "interrupted-step=2" for path in folder.rglob("*"))
+
+
+@differs(
+    "`default_root_dir` and the run folder",
+    lightning="the current folder; without a logger, files go to `default_root_dir` itself",
+    roomier="`runs`; each run has a folder `version_N`, also without a logger",
+    reason="the files of two runs are never mixed",
+    expected=(".", "version_0"),
+)
+def run_folder_without_a_logger(kind: Any, folder: Path) -> str:
+    trainer = fit(kind, folder, enable_checkpointing=True, logger=False)
+    return str(Path(trainer.log_dir).relative_to(folder))
+
+
+@differs(
+    "scores of `ModelCheckpoint`",
+    lightning="have the dtype of the logged value",
+    roomier="are float64",
+    reason="scores that are equal in float32 can differ in the reduction over an epoch",
+    expected=(torch.float32, torch.float64),
+)
+def dtype_of_a_score(kind: Any, folder: Path) -> torch.dtype:
+    trainer = fit(kind, folder, Regression(), val=in_order(2), enable_checkpointing=True, callbacks=[checkpoint(kind)])
+    return trainer.checkpoint_callback.best_model_score.dtype
+
+
+def checkpoint(kind: Any, **keywords: Any) -> Any:
+    """Return a ModelCheckpoint that monitors ``val_loss``."""
+    return (pl.callbacks.ModelCheckpoint if kind is pl.Trainer else ModelCheckpoint)(monitor="val_loss", **keywords)
+
+
+def saved_names(kind: Any, folder: Path, module: Any = None, **keywords: Any) -> list[str]:
+    """Fit with a ModelCheckpoint and return the names of the saved checkpoints."""
+    saves = (pl.callbacks.ModelCheckpoint if kind is pl.Trainer else ModelCheckpoint)(folder / "saves", **keywords)
+    outcome(lambda: fit(kind, folder, module, val=in_order(2), enable_checkpointing=True, callbacks=[saves]))
+    return sorted(each.name for each in (folder / "saves").glob("*"))
+
+
+@differs(
+    "a fit that ends before the first save of `ModelCheckpoint`",
+    lightning="saves nothing",
+    roomier="saves the last step, unless `every_n_epochs=0` disables saves",
+    reason="the result of a run must not be lost",
+    expected=([], ["epoch=0-step=4"]),
+)
+def checkpoints_of_a_short_fit(kind: Any, folder: Path) -> list[str]:
+    return saved_names(kind, folder, every_n_train_steps=100)
+
+
+@differs(
+    "`save_last=True`",
+    lightning="copies the newest checkpoint to `last.ckpt`",
+    roomier='creates the link `last` to it, as with `save_last="link"`',
+    reason="a copy of a large checkpoint costs time and disk space",
+    expected=(False, True),
+)
+def last_is_a_link(kind: Any, folder: Path) -> bool:
+    return (folder / "saves" / saved_names(kind, folder, save_last=True)[-1]).is_symlink()
+
+
+@differs(
+    "a metric in `filename` that was not logged",
+    lightning="is written as 0",
+    roomier="is written as `none`, and a notice names it",
+    reason="0 could be mistaken for a value of the metric",
+    expected=(["unknown=0.ckpt"], ["unknown=none"]),
+)
+def name_with_an_unavailable_metric(kind: Any, folder: Path) -> list[str]:
+    return saved_names(kind, folder, filename="{unknown}")
+
+
+@differs(
+    "a score that is NaN",
+    lightning="is ranked as the worst score",
+    roomier="is not ranked; the last step is saved if no score was finite",
+    reason="`best_model_path` must not name a checkpoint without a score",
+    expected=(True, False),
+)
+def checkpoint_with_the_score_nan_is_the_best(kind: Any, folder: Path) -> bool:
+    class Undefined(Steps):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", torch.tensor(torch.nan))
+
+    saves = checkpoint(kind, dirpath=folder / "saves")
+    fit(kind, folder, Undefined(), val=in_order(2), enable_checkpointing=True, callbacks=[saves])
+    return bool(saves.best_model_path)
+
+
+@differs(
+    "`save_on_exception=True`",
+    lightning="saves a checkpoint of the interrupted step",
+    roomier="saves the weights as `on_exception-NAME`",
+    reason="a run can resume exactly only from a save point",
+    expected=(["epoch=0-step=2.ckpt"], ["on_exception-epoch=0-step=2"]),
+)
+def checkpoints_after_an_error(kind: Any, folder: Path) -> list[str]:
+    def fail(module: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("bad batch")
+
+    return saved_names(kind, folder, Steps(fail), save_on_exception=True)
+
+
+@differs(
+    "`trainer.save_checkpoint(path)` if `path` exists",
+    lightning="replaces any file",
+    roomier="replaces an empty file (with a Lightning file) or a checkpoint, but otherwise raises an error",
+    reason="a mistake in a path must not delete data",
+    expected=("completes", "CheckpointError"),
+)
+def save_over_another_file(kind: Any, folder: Path) -> str:
+    (folder / "notes.txt").write_text("notes")
+    trainer = fit(kind, folder)
+    return outcome(lambda: trainer.save_checkpoint(folder / "notes.txt"))
+
+
+@differs(
+    "addresses, such as `s3://bucket/folder`",
+    lightning="are accepted as paths (fsspec)",
+    roomier="are an error; mount the storage, or copy the files",
+    reason="a checkpoint is committed by renaming a folder, which object stores do not support",
+    expected=("completes", "RoomierError"),
+)
+def folder_in_memory(kind: Any, folder: Path) -> str:
+    return outcome(lambda: checkpoint(kind, dirpath="memory://saves"))
+
+
+@differs(
+    "the names in file names",
+    lightning="depend on `CHECKPOINT_JOIN_CHAR`, `CHECKPOINT_EQUALS_CHAR` and `CHECKPOINT_NAME_LAST`",
+    roomier="depend only on `filename`; with `auto_insert_metric_name=False`, it is the complete name",
+    reason="one argument instead of class attributes",
+    expected=(True, False),
+)
+def names_depend_on_class_attributes(kind: Any, folder: Path) -> bool:
+    return hasattr(checkpoint(kind), "CHECKPOINT_NAME_LAST")
+
+
+@differs(
+    "`best_model_path` and other results of `ModelCheckpoint`",
+    lightning="can be assigned",
+    roomier="are read-only",
+    reason="they describe the files that were saved",
+    expected=("completes", "AttributeError"),
+)
+def assignment_of_the_best_path(kind: Any, folder: Path) -> str:
+    return outcome(lambda: setattr(checkpoint(kind), "best_model_path", "best"))
+
+
+@differs(
+    '`ckpt_path="last"`',
+    lightning="reads `last.ckpt`, which `save_last` writes",
+    roomier="reads the newest complete checkpoint of the runs in `default_root_dir`",
+    reason="a killed run can resume without further options",
+    expected=(False, True),
+)
+def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool:
+    fit(kind, folder, enable_checkpointing=True)
+    return bool(fit(kind, folder, enable_checkpointing=True, max_epochs=2, ckpt_path="last").ckpt_path is not None)
+
+
+# The Trainer ----------------------------------------------------------------------------------------------------------
+
+
+@differs(
+    '`strategy="auto"`',
+    lightning="is the default, and means one device or `ddp`",
+    roomier="selects the fastest plan that fits. The default is `single` for one rank and `ddp` for several ranks, and "
+    '`devices="auto"` without a strategy means one rank',
+    reason="roomier runs the planner and starts processes only if the script requests this",
+    expected=(False, True),
+)
+def strategy_is_planned(kind: Any, folder: Path) -> bool:
+    return getattr(fit(kind, folder, strategy="auto", max_steps=1), "choice", None) is not None
+
+
+@differs(
+    "the callbacks `LearningRateFinder` and `BatchSizeFinder`",
+    lightning="search at the start of a fit",
+    roomier="are an error; use `auto_lr_find=True`, `auto_scale_batch_size=True` or the `Tuner`",
+    reason="they use internals of Lightning's loops. roomier's searches run on a copy of the model",
+    expected=("completes", "RoomierError"),
+)
+def fit_with_a_finder(kind: Any, folder: Path) -> str:
+    class WithRate(Steps):
+        lr = 0.1
+
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=5)
+    return outcome(lambda: fit(kind, folder, WithRate(), callbacks=[finder]))
+
+
+@differs(
+    "`Tuner.scale_batch_size` on a CPU",
+    lightning="doubles the batch size until a step fails",
+    roomier="requires `memory_budget`",
+    reason="the operating system kills a process without an error if the memory is full",
+    expected=("completes", "RoomierError"),
+)
+def search_for_a_batch_size(kind: Any, folder: Path) -> str:
+    class Sized(Steps):
+        batch_size = 1
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(samples(), self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    make_tuner: Any = pl.tuner.Tuner if kind is pl.Trainer else Tuner
+    trainer = make_trainer(kind, folder, max_epochs=1)
+    return outcome(lambda: make_tuner(trainer).scale_batch_size(Sized(), max_trials=2, steps_per_trial=1))
+
+
+@differs(
+    "`max_time`",
+    lightning="adds a `Timer` to the callbacks",
+    roomier="adds no callback",
+    reason="the loop checks the time itself",
+    expected=(1, 0),
+)
+def num_timers(kind: Any, folder: Path) -> int:
+    callbacks = make_trainer(kind, folder, max_time="00:01:00:00").callbacks
+    return sum(type(each).__name__ == "Timer" for each in callbacks)
+
+
+@differs(
+    "`trainer.validate_loop` and `test_loop`",
+    lightning="are loop objects",
+    roomier="do not exist; the AttributeError names the public attribute",
+    reason="the loops are functions, not objects. `fit_loop`, `precision_plugin` and `accelerator` are views with the "
+    "attributes that projects read",
+    expected=(True, False),
+)
+def trainer_has_a_validate_loop(kind: Any, folder: Path) -> bool:
+    return hasattr(make_trainer(kind, folder), "validate_loop")
