@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,52 +63,22 @@ def run(notes: Path, how: str, rank: int, launcher: Iterable[str] = (), **keywor
 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2"]
 BOUND = {"hang_timeout": {"seconds": 6}}
-RUNS: dict[str, Callable[[Path], Outcome]] = {
-    "stopped 1": lambda notes: run(notes, "stopped", 1, strategy="ddp", devices=2, **BOUND),
-    "deadlock 1": lambda notes: run(notes, "deadlock", 1, strategy="zero2", devices=2, **BOUND),
-    "stopped 0": lambda notes: run(notes, "stopped", 0, strategy="ddp", devices=2, **BOUND),
-    "deadlock 0": lambda notes: run(notes, "deadlock", 0, TORCHRUN, strategy="zero3", **BOUND),
-    "slow hook 0": lambda notes: run(notes, "slow hook", 0, strategy="ddp", devices=2, **BOUND),
-    "slow step 1": lambda notes: run(notes, "slow step", 1, strategy="ddp", devices=2, hang_timeout={"seconds": 60}),
-}
-QUICK = ("deadlock 1",)
-MORE = ("stopped 1",)
 
 
-def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
-    with ThreadPoolExecutor(2) as pool:
-        started = {name: pool.submit(RUNS[name], folder / name.replace(" ", "-")) for name in names}
-        return {name: each.result() for name, each in started.items()}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), MORE)
-
-
-@pytest.fixture(scope="module")
-def slow_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK - MORE)
-
-
-def test_a_rank_that_hangs_is_reported_and_the_run_ends(outcomes: dict[str, Outcome]) -> None:
-    check_end("deadlock 1", outcomes["deadlock 1"])
-
-
-@pytest.mark.more
-def test_a_rank_that_is_stopped_is_reported_and_the_run_ends(more_outcomes: dict[str, Outcome]) -> None:
-    check_end("stopped 1", more_outcomes["stopped 1"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stopped 0", "deadlock 0"])
-def test_rank_0_that_hangs_is_reported_and_the_run_ends(slow_outcomes: dict[str, Outcome], name: str) -> None:
-    check_end(name, slow_outcomes[name])
+@pytest.mark.parametrize(
+    ("how", "rank", "launcher", "keywords"),
+    [
+        ("deadlock", 1, (), {"strategy": "zero2", "devices": 2}),
+        pytest.param("stopped", 1, (), {"strategy": "ddp", "devices": 2}, marks=pytest.mark.more),
+        pytest.param("stopped", 0, (), {"strategy": "ddp", "devices": 2}, marks=pytest.mark.slow),
+        pytest.param("deadlock", 0, TORCHRUN, {"strategy": "zero3"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_rank_that_hangs_is_reported_and_the_run_ends(
+    tmp_path: Path, how: str, rank: int, launcher: Iterable[str], keywords: dict[str, Any]
+) -> None:
+    check_end(how, str(rank), run(tmp_path / "run", how, rank, launcher, **keywords, **BOUND))
 
 
 def heartbeat_lines(outcome: Outcome) -> list[str]:
@@ -118,8 +87,7 @@ def heartbeat_lines(outcome: Outcome) -> list[str]:
     return [line for line in lines if ": setup, step 0" not in line and ": first step, step 0" not in line]
 
 
-def check_end(name: str, outcome: Outcome) -> None:
-    how, late = name.split()
+def check_end(how: str, late: str, outcome: Outcome) -> None:
     other = "1" if late == "0" else "0"
     sign = "sent no heartbeat" if how == "stopped" else "made no progress"
     position = "training step, step 3, batch 3"
@@ -142,8 +110,8 @@ def check_end(name: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(slow_outcomes: dict[str, Outcome]) -> None:
-    outcome = slow_outcomes["slow hook 0"]
+def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "run", "slow hook", 0, strategy="ddp", devices=2, **BOUND)
     assert outcome.code == 0
     [line] = heartbeat_lines(outcome)
     assert re.search(
@@ -153,8 +121,8 @@ def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(slow_outcomes
 
 
 @pytest.mark.slow
-def test_a_rank_that_makes_progress_again_does_not_end_the_run(slow_outcomes: dict[str, Outcome]) -> None:
-    outcome = slow_outcomes["slow step 1"]
+def test_a_rank_that_makes_progress_again_does_not_end_the_run(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "run", "slow step", 1, strategy="ddp", devices=2, hang_timeout={"seconds": 60})
     assert outcome.code == 0
     assert f"{REPORT}1: training step, step 3, batch 3" in outcome.stderr
     assert f"{REPORT}1 makes progress again" in outcome.stderr
