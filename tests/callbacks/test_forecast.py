@@ -185,10 +185,11 @@ def test_invalid_step_is_rejected(step: Any) -> None:
         MemoryForecast(at_step=step)
 
 
+@pytest.mark.parametrize("callback", [MemoryForecast, MemoryAnatomy])
 def test_run_that_ends_before_the_tracked_step_prints_a_notice(
-    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str], callback: Any
 ) -> None:
-    fit(MemoryForecast(at_step=9))
+    fit(callback(at_step=9))
     assert "ended before step 9" in capsys.readouterr().err
 
 

@@ -241,13 +241,6 @@ def test_anatomy_during_fit_reports_current_memory(fit: Callable[..., Trainer]) 
     assert found[1]["optimizer_states"] > 2 * found[1]["gradients"] == 2 * found[1]["weights"]
 
 
-def test_run_that_ends_before_the_tracked_step_prints_a_notice(
-    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(MemoryAnatomy(at_step=9))
-    assert "ended before step 9" in capsys.readouterr().err
-
-
 def test_invalid_step_is_rejected() -> None:
     with pytest.raises(RoomierError, match="at_step=1") as error:
         MemoryAnatomy(at_step=1)

@@ -307,28 +307,6 @@ def test_log_every_n_steps(make_trainer, rows, interval, expected):
     assert rows.steps("loss") == expected
 
 
-def test_validation_does_not_change_training(make_trainer):
-    """A validation does not change random numbers, so the frequency of validations has no effect on training."""
-
-    class Draws(Counts):
-        def training_step(self, batch, batch_idx):
-            self.trained.append(float(torch.rand(())))
-            return self.net(batch).mean()
-
-        def validation_step(self, batch, batch_idx):
-            torch.rand(3)
-
-    drawn = []
-    for interval in (1, 4):
-        torch.manual_seed(5)
-        module = Draws()
-        torch.manual_seed(6)
-        make_trainer(max_epochs=1, val_check_interval=interval).fit(module, numbered(4), numbered(2))
-        drawn.append((module.trained, module.net.weight.detach().clone()))
-    assert drawn[0][0] == drawn[1][0]
-    assert torch.equal(drawn[0][1], drawn[1][1])
-
-
 @pytest.mark.parametrize(("limit", "expected"), [(None, 5), (2, 2), (0.5, 2), (1.0, 5), (99, 5)])
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
 def test_limits_of_evaluations(make_trainer, stage, limit, expected):
