@@ -76,6 +76,16 @@ def viewed(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
+    """Return the parameter from which autocast created ``tensor``; None for other tensors. ``tensor`` must not be a
+    view."""
+    created_by = tensor.grad_fn
+    if created_by is None or created_by.name() != "ToCopyBackward0":
+        return None
+    source = getattr(created_by.next_functions[0][0], "variable", None)
+    return source if isinstance(source, nn.Parameter) else None
+
+
 def product_operators() -> frozenset[torch._ops.OpOverload]:
     """Return the operators of matrix products and convolutions that are dispatched below autograd."""
     names = "mm addmm bmm baddbmm linear convolution convolution_overrideable mkldnn_convolution _addmm_activation"

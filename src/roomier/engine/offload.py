@@ -165,9 +165,10 @@ def offloaded_updates(
         units = units_of(trained, modules, [*parallel.root_parameters, *parallel.late_parameters])
     else:
         units = units_around([region.parameters for region in residency.regions], trained)
-    bytes_of = {
-        parameter: _state_bytes(parameter, *homes[parameter]) for unit in units for parameter in unit.parameters
-    }
+    bytes_of = {}
+    for parameter in (each for unit in units for each in unit.parameters):
+        own = tuple(local_part(parameter.detach()).shape)
+        bytes_of[parameter] = state_bytes(*homes[parameter], own, parameter.dtype, tuple(parameter.shape))
     unit_bytes = [sum(bytes_of[each] for each in unit.parameters) for unit in units]
     has_tier = plan.offload.optimizer_states != "none"
     first = first_leaving(unit_bytes, plan.offload.share) if has_tier else len(units)
@@ -213,11 +214,6 @@ def mode_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer]) -> str:
             raise PlanError("offload.update", mode, problem, "Use 'plain', or use automatic optimization")
         return "plain"
     return update_mode(plan)
-
-
-def _state_bytes(parameter: nn.Parameter, optimizer: Optimizer, group: dict[str, object]) -> int:
-    own = local_part(parameter.detach())
-    return state_bytes(optimizer, group, tuple(own.shape), parameter.dtype, tuple(parameter.shape))
 
 
 def _closed(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -422,12 +422,7 @@ def is_weight(tensor: Tensor) -> bool:
     """Return True if ``tensor`` is a parameter, a tensor that autocast created from a parameter, or a view of such a
     tensor."""
     whole = torch_private.viewed(tensor)
-    if isinstance(whole, nn.Parameter):
-        return True
-    made_by = whole.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
+    return isinstance(whole, nn.Parameter) or torch_private.cast_parameter(whole) is not None
 
 
 def _unpacked(packed: Tensor | Slip) -> Tensor:

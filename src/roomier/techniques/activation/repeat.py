@@ -122,19 +122,14 @@ def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any,
     for name, cache in found.items():
         if cache.get_seq_length() == 0:
             arguments = {**arguments, name: None}
-            _notice_no_cache()
+            if not _PRINTED:
+                _PRINTED.append("no cache")
+                notice("use_cache=True has no effect in training, because compiled and recomputed blocks fill no cache")
         elif is_repeated:
             action = "Remove past_key_values in training, or use activation_checkpointing='none'"
             problem = "contains keys and values, so a recomputed block would append its keys and values twice"
             raise RoomierError("past_key_values", type(cache).__name__, problem, action)
     return arguments
-
-
-def _notice_no_cache() -> None:
-    if _PRINTED:
-        return
-    _PRINTED.append("no cache")
-    notice("use_cache=True has no effect in training, because compiled and recomputed blocks do not fill the cache")
 
 
 def _host_generators() -> tuple[Any, Any]:

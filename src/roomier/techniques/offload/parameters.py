@@ -109,7 +109,7 @@ class OffloadedParameters(Residency):
         if self._region_of_memory.get(torch_private.memory_of(tensor)) in regions:
             return True
         whole = torch_private.viewed(tensor)
-        parameter = cast_parameter(whole)
+        parameter = torch_private.cast_parameter(whole)
         region = None if parameter is None else self._home.get(parameter)
         if region not in regions:
             return False
@@ -238,13 +238,3 @@ class Casts:
         found = [(key, cast.storage(), cast) for key, cast in self._casts.items()]
         self._casts = {key: cast for key, storage, cast in found if storage is not None}
         return [(storage, cast) for _, storage, cast in found if storage is not None]
-
-
-def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter from which autocast created ``tensor``; None for other tensors. ``tensor`` must not be a
-    view."""
-    created_by = tensor.grad_fn
-    if created_by is None or created_by.name() != "ToCopyBackward0":
-        return None
-    source = getattr(created_by.next_functions[0][0], "variable", None)
-    return source if isinstance(source, nn.Parameter) else None
