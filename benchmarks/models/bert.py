@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.models.gpt import check_heads, check_length, check_positive
+from benchmarks.models.transformer_lm import Block, draw_weights
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,6 @@ class BertConfig:
         num_classes: number of classes.
         fused_attention: True to compute attention without materializing the scores. If False, the scores are
             materialized, as in Transformers until 2023.
-
-    Raises:
-        RoomierError: a size is not positive, or ``width`` is not a multiple of ``num_heads``.
     """
 
     vocab_size: int = 30_522
@@ -46,10 +44,6 @@ class BertConfig:
     dropout: float = 0.1
     num_classes: int = 2
     fused_attention: bool = True
-
-    def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width", "num_classes")
-        check_heads(self.width, self.num_heads)
 
 
 class Attention(nn.Module):
@@ -80,25 +74,6 @@ class Attention(nn.Module):
         return x_BTD.view(B, T, self.config.num_heads, -1).transpose(1, 2)
 
 
-class Block(nn.Module):
-    """Attention and feed-forward network, each followed by a residual connection and LayerNorm."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.attention = Attention(config)
-        self.norm_attention = nn.LayerNorm(config.width, eps=1e-12)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
-        self.norm_mlp = nn.LayerNorm(config.width, eps=1e-12)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the hidden states after the block, ``[B, T, D]``."""
-        x_BTD = self.norm_attention(x_BTD + self.dropout(self.attention(x_BTD)))
-        y_BTD: Tensor = self.norm_mlp(x_BTD + self.dropout(self.down(F.gelu(self.up(x_BTD)))))
-        return y_BTD
-
-
 class Bert(nn.Module):
     """BERT with a classifier for the first token. ``blocks`` contains the identical layers.
 
@@ -118,14 +93,13 @@ class Bert(nn.Module):
         self.segments = nn.Embedding(2, config.width)
         self.norm = nn.LayerNorm(config.width, eps=1e-12)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        sizes: dict[str, Any] = {"dropout": config.dropout, "activation": F.gelu, "eps": 1e-12}
+        self.blocks = nn.ModuleList(
+            Block(Attention(config), config.width, 4 * config.width, **sizes) for _ in range(config.num_layers)
+        )
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, config.num_classes)
-        for each in self.modules():
-            if isinstance(each, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(each.weight, std=0.02)
-            if isinstance(each, nn.Linear):
-                nn.init.zeros_(each.bias)
+        draw_weights(self, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits ``[B, C]``. If ``labels`` is given, also return the mean cross-entropy.
@@ -135,12 +109,8 @@ class Bert(nn.Module):
         Args:
             input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``. Sequences have no padding.
             labels: class of each sequence, ``[B]``.
-
-        Raises:
-            RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        check_length(input_ids, self.config.context)
         positions_T = torch.arange(T, device=input_ids.device)
         x_BTD = self.tokens(input_ids) + self.segments(torch.zeros_like(input_ids)) + self.positions(positions_T)
         x_BTD = self.dropout(self.norm(x_BTD))

@@ -18,9 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from roomier.core.errors import RoomierError
-from roomier.models.gpt import check_positive
-
 BLANK = 0
 """Index of the blank label of CTC."""
 _KERNELS = (41, 21)  # Number of frequency bands that the kernels of the two convolutions cover.
@@ -31,14 +28,11 @@ class DeepSpeechConfig:
     """Configuration of a :class:`DeepSpeech`. The defaults describe the model in the benchmark of Lightning Sharded.
 
     Attributes:
-        num_bands: number of frequency bands in a spectrogram. Windows of 20 ms at 16 kHz have 161 bands.
+        num_bands: number of frequency bands in a spectrogram, at least 41. Windows of 20 ms at 16 kHz have 161 bands.
         num_letters: number of outputs; by default 29 (the blank, 26 letters, the apostrophe and the space).
         num_layers: number of recurrent layers.
         width: hidden size of each direction.
         channels: number of channels of both convolutions.
-
-    Raises:
-        RoomierError: a size is not positive, or ``num_bands`` is less than 41.
     """
 
     num_bands: int = 161
@@ -46,12 +40,6 @@ class DeepSpeechConfig:
     num_layers: int = 5
     width: int = 1024
     channels: int = 32
-
-    def __post_init__(self) -> None:
-        check_positive(self, "num_bands", "num_letters", "num_layers", "width", "channels")
-        if self.num_bands < _KERNELS[0]:  # oneDNN crashes in the backward pass if the kernel is larger than the input
-            problem = f"must be at least {_KERNELS[0]}, the kernel size of the first convolution"
-            raise RoomierError("num_bands", self.num_bands, problem, "Compute spectrograms with longer windows")
 
 
 class Convolution(nn.Module):
@@ -129,13 +117,7 @@ class DeepSpeech(nn.Module):
                 steps of the result.
             letters: transcripts, int64 ``[B, L]``, padded at the end with any letter. No letter is :data:`BLANK`.
             num_letters: number of letters of each transcript, int64 ``[B]``.
-
-        Raises:
-            RoomierError: the number of frequency bands differs from the configuration, or ``num_letters`` is missing.
         """
-        if spectrogram.shape[-1] != self.config.num_bands:
-            problem = f"must have the {self.config.num_bands} frequency bands of the model in its last dimension"
-            raise RoomierError("spectrogram", tuple(spectrogram.shape), problem, "Transpose it, or set num_bands")
         num_steps_B = self.num_steps(num_frames).cpu()  # packed sequences require lengths in host memory
         x_BCFT = _without_padding(spectrogram.transpose(1, 2)[:, None], num_frames.cpu())
         x_BCFS = self.first(x_BCFT, num_steps_B)
@@ -149,10 +131,8 @@ class DeepSpeech(nn.Module):
         packed = _with_data(packed, self.head(self.norm(packed.data)))
         logits_BSA, _ = pad_packed_sequence(packed, batch_first=True, total_length=S)
         log_probs_BSA = logits_BSA.log_softmax(dim=-1, dtype=torch.promote_types(logits_BSA.dtype, torch.float32))
-        if letters is None:
+        if letters is None or num_letters is None:
             return log_probs_BSA
-        if num_letters is None:
-            raise RoomierError("num_letters", None, "is required with letters", "Pass the length of each transcript")
         log_probs_SBA = log_probs_BSA.transpose(0, 1)
         loss = F.ctc_loss(log_probs_SBA, letters, num_steps_B, num_letters.cpu(), blank=BLANK, zero_infinity=True)
         return log_probs_BSA, loss

@@ -10,14 +10,14 @@ The suffix of a tensor's name is its shape:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.core.errors import RoomierError
-from roomier.models.gpt import Attention, check_length, check_positive
+from roomier.models.gpt import Attention
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class TransformerLMConfig:
         width: size of the hidden states.
         inner_width: hidden size of the feed-forward network.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
-
-    Raises:
-        RoomierError: a size is not positive, or ``width`` is not a multiple of ``2 * num_heads``.
     """
 
     vocab_size: int = 30_000
@@ -49,29 +46,33 @@ class TransformerLMConfig:
     inner_width: int = 2048
     dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width", "inner_width")
-        if self.width % (2 * self.num_heads):
-            problem = f"must be divisible by 2 x {self.num_heads} heads"
-            raise RoomierError("width", self.width, problem, "Make the width a multiple of 2 * num_heads")
-
 
 class Block(nn.Module):
-    """Causal attention and feed-forward network, each followed by a residual connection and LayerNorm."""
+    """Attention and feed-forward network, each followed by a residual connection and LayerNorm."""
 
-    def __init__(self, config: TransformerLMConfig) -> None:
+    def __init__(
+        self,
+        attention: nn.Module,
+        width: int,
+        inner_width: int,
+        *,
+        dropout: float,
+        activation: Callable[[Tensor], Tensor] = F.relu,
+        eps: float = 1e-5,
+    ) -> None:
         super().__init__()
-        self.attention = Attention(config)  # type: ignore[arg-type]
-        self.norm_attention = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, config.inner_width)
-        self.down = nn.Linear(config.inner_width, config.width)
-        self.norm_mlp = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.attention = attention
+        self.norm_attention = nn.LayerNorm(width, eps=eps)
+        self.up = nn.Linear(width, inner_width)
+        self.down = nn.Linear(inner_width, width)
+        self.norm_mlp = nn.LayerNorm(width, eps=eps)
+        self.dropout = nn.Dropout(dropout)
+        self._activation = activation
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the hidden states after the block, ``[B, T, D]``."""
         x_BTD = self.norm_attention(x_BTD + self.dropout(self.attention(x_BTD)))
-        y_BTD: Tensor = self.norm_mlp(x_BTD + self.dropout(self.down(F.relu(self.up(x_BTD)))))
+        y_BTD: Tensor = self.norm_mlp(x_BTD + self.dropout(self.down(self._activation(self.up(x_BTD)))))
         return y_BTD
 
 
@@ -96,14 +97,13 @@ class TransformerLM(nn.Module):
         self.register_buffer("sinusoids", sinusoids(config.context, config.width), persistent=False)
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(Attention(config), config.width, config.inner_width, dropout=config.dropout)  # type: ignore[arg-type]
+            for _ in range(config.num_layers)
+        )
         self.head = nn.Linear(config.width, config.vocab_size)
         self.head.weight = self.tokens.weight
-        for each in self.modules():
-            if isinstance(each, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(each.weight, std=1 / math.sqrt(config.width))
-            if isinstance(each, nn.Linear):
-                nn.init.zeros_(each.bias)
+        draw_weights(self, std=1 / math.sqrt(config.width))
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits ``[B, T, V]``. If ``targets`` is given, also return the mean cross-entropy in nats per
@@ -112,12 +112,8 @@ class TransformerLM(nn.Module):
         Args:
             input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``.
             targets: next token at each position, ``[B, T]``; -100 is ignored.
-
-        Raises:
-            RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        check_length(input_ids, self.config.context)
         embedded_BTD = self.tokens(input_ids)
         x_BTD = self.dropout(self.norm(embedded_BTD + self.sinusoids[:T].to(embedded_BTD.dtype)))
         for block in self.blocks:
@@ -126,6 +122,15 @@ class TransformerLM(nn.Module):
         if targets is None:
             return logits_BTV
         return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())
+
+
+def draw_weights(network: nn.Module, std: float) -> None:
+    """Draw the weights of linear layers and embeddings from a normal distribution, and set biases to zero."""
+    for each in network.modules():
+        if isinstance(each, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(each.weight, std=std)
+        if isinstance(each, nn.Linear):
+            nn.init.zeros_(each.bias)
 
 
 def sinusoids(context: int, width: int) -> Tensor:

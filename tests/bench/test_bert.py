@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models.bert import Bert, BertConfig
-from roomier.core.errors import RoomierError
 
 SMALL = BertConfig(vocab_size=50, context=12, num_layers=2, num_heads=4, width=32)
 
@@ -83,12 +82,3 @@ def test_model_learns_to_classify() -> None:
         optimizer.step()
     assert loss.item() < 0.1
     assert torch.equal(logits_BC.argmax(dim=1), labels)
-
-
-def test_invalid_arguments_are_rejected() -> None:
-    for changes, field in (({"width": 30}, "width"), ({"num_classes": 0}, "num_classes")):
-        with pytest.raises(RoomierError) as caught:
-            small_model(**changes)
-        assert caught.value.field == field
-    with pytest.raises(RoomierError, match="12 positions"):
-        small_model()(torch.zeros(1, 13, dtype=torch.long))

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models.transformer_lm import TransformerLM, TransformerLMConfig
-from roomier.core.errors import RoomierError
 
 SMALL = TransformerLMConfig(vocab_size=11, context=8, num_layers=2, num_heads=2, width=16, inner_width=24)
 
@@ -68,10 +67,3 @@ def test_model_learns_a_sequence() -> None:
         optimizer.step()
     assert loss.item() < 0.1
     assert torch.equal(logits_BTV.argmax(-1), ids[:, 1:])
-
-
-def test_invalid_arguments_are_rejected() -> None:
-    with pytest.raises(RoomierError, match="width"):
-        TransformerLMConfig(width=17 * 8)
-    with pytest.raises(RoomierError, match="8 positions"):
-        small_model()(tokens())
