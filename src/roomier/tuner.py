@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 from roomier.core.late_names import late_names
 
 if TYPE_CHECKING:
-    from roomier.trainer.tuner.batch_size import scale_batch_size
     from roomier.trainer.tuner.range_test import LearningRateCurve, lr_find
-    from roomier.trainer.tuner.tuner import Tuner
+    from roomier.trainer.tuner.tuner import Tuner, scale_batch_size
 else:  # imported when first used
     _HOMES = {
         "LearningRateCurve": "range_test",
         "Tuner": "tuner",
         "lr_find": "range_test",
-        "scale_batch_size": "batch_size",
+        "scale_batch_size": "tuner",
     }
     __getattr__, __dir__ = late_names(__name__, _HOMES, "roomier.trainer.tuner")
 

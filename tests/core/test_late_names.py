@@ -49,7 +49,7 @@ def test_importing_the_trainer_does_not_import_rarely_used_modules() -> None:
         "rich",
         "roomier.callbacks.spike_guard",
         "roomier.callbacks.memory_anatomy",
-        "roomier.trainer.tuner.batch_size",
+        "roomier.trainer.tuner.tuner",
     ]
     unneeded += [
         "torch.distributed.fsdp",

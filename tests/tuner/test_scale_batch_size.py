@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roomier.core.errors import RoomierError
-from roomier.trainer.tuner.batch_size import largest_that_fits
 from roomier.trainer.tuner.trial import run_trial
+from roomier.trainer.tuner.tuner import largest_that_fits
 from roomier.tuner import Tuner, scale_batch_size
 from tests.tuner.conftest import Net, shuffled
 

@@ -61,7 +61,7 @@ def find_run(path: Path) -> Path:
         RoomierError: ``path`` contains no run.
     """
     from roomier.planner.measured.record import FILE_NAME
-    from roomier.train.opening.run_folder import is_run_folder
+    from roomier.train.settling.job import is_run_folder
 
     if not path.is_dir():
         action = "Pass a run folder such as runs/version_0, or the folder of all runs"

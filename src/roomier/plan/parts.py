@@ -63,7 +63,10 @@ class Part:
     """Base class of the parts of a Plan. The constructor of a part normalizes the values of all fields."""
 
     SECTION: ClassVar[str]
-    """Name of the part in a Plan, in YAML, and before the dot in error messages."""
+    """Name of the part in a Plan, in YAML, and before the dot in error messages: ``"loss"`` for ``LossPlan``."""
+
+    def __init_subclass__(cls) -> None:
+        cls.SECTION = cls.__name__.removesuffix("Plan").lower()
 
     def __post_init__(self) -> None:
         for name, hint in FIELDS[self.SECTION].items():
@@ -105,7 +108,6 @@ class ParallelPlan(Part):
             and transfers are sequential. This option is not required for parameters that no rank uses in any step.
     """
 
-    SECTION: ClassVar[str] = "parallel"
     strategy: str = "single"
     accelerator: str = "auto"
     devices: int = 1
@@ -147,7 +149,6 @@ class PrecisionPlan(Part):
             in ``torch.set_float32_matmul_precision``.
     """
 
-    SECTION: ClassVar[str] = "precision"
     mode: str = "32-true"
     matmul: str = "highest"
 
@@ -163,7 +164,6 @@ class BatchPlan(Part):
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
     """
 
-    SECTION: ClassVar[str] = "batch"
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
@@ -207,7 +207,6 @@ class OptimizerPlan(Part):
             parameters after backward.
     """
 
-    SECTION: ClassVar[str] = "optimizer"
     name: str | None = None
     lr: float | None = None
     weight_decay: float | None = None
@@ -237,7 +236,6 @@ class ActivationPlan(Part):
             peak with all blocks recomputed, and 1 to the peak without recomputation.
     """
 
-    SECTION: ClassVar[str] = "activation"
     policy: str = "none"
     every_n: int | None = None
     budget_bytes: int | None = None
@@ -274,7 +272,6 @@ class OffloadPlan(Part):
             needs the least memory, but the update waits for the disk.
     """
 
-    SECTION: ClassVar[str] = "offload"
     optimizer_states: str = "none"
     parameters: str = "none"
     activations: str = "none"
@@ -299,7 +296,6 @@ class LossPlan(Part):
         chunk_tokens: number of tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
     """
 
-    SECTION: ClassVar[str] = "loss"
     chunked: bool = False
     chunk_tokens: int | None = None
 
@@ -312,7 +308,6 @@ class AttentionPlan(Part):
         kernel: ``"auto"`` (torch selects), ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
     """
 
-    SECTION: ClassVar[str] = "attention"
     kernel: str = "auto"
 
 
@@ -332,7 +327,6 @@ class AdapterPlan(Part):
         frozen_base: number format of the frozen weights of adapted layers: ``"as_is"``, ``"int8"`` or ``"nf4"``.
     """
 
-    SECTION: ClassVar[str] = "adapter"
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
@@ -351,7 +345,6 @@ class CompilePlan(Part):
         mode: mode of the backend ``"inductor"``, such as ``"max-autotune"``. None selects ``"default"``.
     """
 
-    SECTION: ClassVar[str] = "compile"
     enabled: bool = False
     backend: str | None = None
     mode: str | None = None
@@ -369,7 +362,6 @@ class ChoicePlan(Part):
             default, ``"auto"`` changes only the strategy, the micro-batch size, and options with the label exact.
     """
 
-    SECTION: ClassVar[str] = "choice"
     memory_budget_bytes: int | None = None
     allowed: str = ""
 

@@ -40,12 +40,10 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.opening.notices import num_batches_of_loaders
 from roomier.train.opening.open_run import LOADER_NAMES, close_run, make_model, open_run, restore_run
 from roomier.train.opening.profiled import process_settings, profiled
-from roomier.train.opening.run_folder import is_run_folder
 from roomier.train.position import watch_for_hangs
 from roomier.train.saving.save import is_found_as_last
 from roomier.train.settling.checks import check_call
-from roomier.train.settling.job import global_batch_of
-from roomier.train.settling.micro_batch import CutTo
+from roomier.train.settling.job import CutTo, global_batch_of, is_run_folder
 from roomier.train.settling.settle import find_start, settle
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.report import prepare_forecast
@@ -197,8 +195,7 @@ def _open(
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
     loggers = [*trainer.loggers, *trainer.file_loggers]
-    found = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
-    start = found.start
+    start, job = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
     trainer.log_dir = str(start.folder or request.root)
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
     trainer.show_loaders(data)
@@ -219,9 +216,9 @@ def _open(
     if request.is_fit and adds_callbacks:
         prepare_forecast(trainer, module)
         settled = replace(settled, callbacks=trainer.callbacks)
-    if found.job is not None and start.folder is not None:
-        job, folder, whole = found.job, start.folder, global_batch_of(settled.plan, data, request.world.size)
-        ranks.on_zero(lambda: job.write(folder, whole))
+    if job is not None and start.folder is not None:
+        whole = global_batch_of(settled.plan, data, request.world.size)
+        ranks.on_zero(partial(job.write, start.folder, whole))
     hooked = trainer.hooked_callbacks(request.stage)
     return open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
 

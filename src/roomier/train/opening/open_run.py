@@ -45,10 +45,10 @@ from roomier.train.opening.notices import (
     report_transfer_hooks,
     report_validation_at_unknown_end,
 )
-from roomier.train.opening.run_folder import write_plan
 from roomier.train.saving.restore import restore, restore_first_weights, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
 from roomier.train.settling.checks import check_modes
+from roomier.train.settling.job import write_plan
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
 BuildEngine = Callable[[Plan, Module, ConfigureOptimizers, Settled, Facts], tuple[Engine, Configured]]

@@ -43,7 +43,6 @@ from roomier.run.run import Run
 from roomier.run.settled import FirstWeights
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.adapters.lora import as_keyword
-from roomier.train.opening.run_folder import PREFIX
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import (
     LightningWeights,
@@ -54,6 +53,7 @@ from roomier.train.saving.lightning_resume import (
     show_checkpoint,
 )
 from roomier.train.saving.save import settle_background_save
+from roomier.train.settling.job import PREFIX
 
 _START_ANEW = "Restore a copy of the checkpoint, or pass ckpt_path=None to start from step 0"
 

@@ -1,4 +1,5 @@
-"""Resume a job from its last complete checkpoint after the launcher restarted the job.
+"""The job and the run folder of a fit, and the division of its steps into micro-batches. After the launcher restarted a
+job, the job resumes from its last complete checkpoint with the same number of samples per step.
 
 [Note: whose checkpoint]
 Many runs write to folders under the same root, and ``"last"`` is the newest checkpoint of all runs. A restarted job
@@ -15,10 +16,14 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 from roomier import checkpoint
 from roomier.api.module import Module
 from roomier.checkpoint.find import NoUsableCheckpointError
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing
@@ -27,25 +32,11 @@ from roomier.launch.job import job_names, num_restarts
 from roomier.plan import Plan
 from roomier.run.accumulation import GlobalBatch
 from roomier.run.loaders import RunLoaders
-from roomier.train.opening.run_folder import is_run_folder
-from roomier.train.settling.micro_batch import with_accumulation
+from roomier.run.settled import Request
 
 FILE_NAME = "job.json"
 
 _num_fits: Counter[Path] = Counter()  # number of fits in this process, by root
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The latest state of this fit before its job was restarted.
-
-    Attributes:
-        checkpoint: the newest complete checkpoint.
-        batch: the global batch of the fit before the restart.
-    """
-
-    checkpoint: Path
-    batch: GlobalBatch
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,9 @@ class Job:
     names: frozenset[str]
     fit: int
 
-    def find_earlier(self, root: Path) -> Earlier | None:
-        """Return the newest complete checkpoint of this fit under ``root``, with its global batch; None if none
-        exists.
+    def find_earlier(self, root: Path) -> tuple[Path, GlobalBatch] | None:
+        """Return the newest complete checkpoint of this fit under ``root``, and the global batch before the restart of
+        its job; None if none exists.
 
         Raises:
             CheckpointError: checkpoints of this fit exist, but none can be used.
@@ -84,7 +75,7 @@ class Job:
                 continue
             if found is not None:
                 notice(f"this job was restarted and resumes from {found}")
-                return Earlier(found, batch)
+                return found, batch
         if damaged is not None:
             raise damaged
         if num_restarts(os.environ):
@@ -116,7 +107,7 @@ def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
         return None
     with quiet():  # the fit prints the notice
         earlier = ranks.on_zero(lambda: job.find_earlier(root))
-    return None if earlier is None else earlier.checkpoint
+    return None if earlier is None else earlier[0]
 
 
 def _next_job(root: Path, ranks: Ranks) -> Job | None:
@@ -150,3 +141,137 @@ def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: i
 def global_batch_of(plan: Plan, data: RunLoaders, num_ranks: int) -> GlobalBatch:
     """Return the global batch of a fit with ``plan``."""
     return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, num_ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class CutTo:
+    """Function that reduces the size of micro-batches and increases their number per step. The number of samples per
+    step stays the same.
+
+    Args:
+        size: maximum number of samples in a micro-batch on each rank. A micro-batch has the largest number of samples
+            that does not exceed ``size`` and divides the number of samples in a step. None uses ``number``.
+        number: number of micro-batches per step.
+    """
+
+    size: int | None = None
+    number: int | None = None
+
+    def __call__(self, plan: Plan, data: RunLoaders, request: Request) -> Plan:
+        """Set the size of the micro-batches in ``data``, and return ``plan`` with the corresponding accumulation.
+
+        Raises:
+            RoomierError: the batches of the loader cannot be split.
+        """
+        of_step = samples_of_step(request, data)
+        most = self.size or max(1, of_step // (self.number or 1))
+        size = next(each for each in range(min(most, of_step), 0, -1) if of_step % each == 0)
+        num = of_step // size
+        notice(f"a step uses {num} micro-batches of {size} samples on each rank, with the same total number of samples")
+        return with_micro_batch(plan, data, size, num)
+
+
+def with_micro_batch(plan: Plan, data: RunLoaders, size: int, accumulate: int) -> Plan:
+    """Set the size of the micro-batches in ``data`` to ``size`` samples, and return ``plan`` with ``accumulate``
+    micro-batches per step."""
+    if size != data.batch_size:
+        data.set_batch_size(size)
+    return with_accumulation(plan, accumulate)
+
+
+def with_accumulation(plan: Plan, accumulate: int) -> Plan:
+    """Return ``plan`` with ``accumulate`` micro-batches per step."""
+    return dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, accumulate_grad_batches=accumulate))
+
+
+def samples_of_step(request: Request, data: RunLoaders) -> int:
+    """Return the number of samples that each rank contributes to an optimizer step in the requested plan.
+
+    Raises:
+        RoomierError: the number is unknown, or the micro-batches cannot be changed.
+    """
+    batch_size = data.batch_size
+    reason = keeps_micro_batch(request, data, batch_size)
+    if batch_size is None or reason:
+        action = "Set the batch size of the loader and accumulate_grad_batches manually"
+        problem = f"the size of micro-batches cannot be changed, because {reason}"
+        raise RoomierError("auto_scale_batch_size", batch_size, problem, action)
+    return batch_size * request.plan.batch.accumulate_grad_batches
+
+
+def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | None) -> str:
+    """Return the reason why micro-batches must have the size of the loader's batches; empty if micro-batches may be
+    smaller.
+
+    Args:
+        num_samples: number of samples in a batch that was read from the loader.
+    """
+    options, batch_size = request.options, data.batch_size
+    if batch_size is None:
+        return "the loader creates its batches itself"
+    if batch_size != num_samples:
+        return f"a batch has {num_samples} samples, but the loader has batch_size={batch_size}"
+    counts = {
+        "limit_train_batches": options.limit_train_batches not in (None, 1.0, options.num_dev_batches),
+        "overfit_batches": bool(options.overfit_batches),
+        "val_check_interval": options.val_check_interval not in (None, 1.0),
+        "fast_dev_run": bool(options.num_dev_batches),
+    }
+    named = [name for name, is_set in counts.items() if is_set]
+    if named:
+        return f"{' and '.join(named)} counts micro-batches"
+    loader = data.train_loader
+    assert isinstance(loader, DataLoader)
+    whole = batch_size * request.world.size
+    sized: Any = loader.dataset
+    if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
+        return "with drop_last=True, smaller batches would drop different samples"
+    return ""
+
+
+PREFIX = "version_"
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return True if the name of ``folder`` consists of ``version_`` and a number."""
+    return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdecimal()
+
+
+def run_folder(root: Path, resumed: Path | None) -> Path:
+    """Return the run folder, which is the folder of the checkpoint ``resumed`` or a new ``version_N`` under ``root``.
+
+    Raises:
+        CheckpointError: the folder cannot be created.
+    """
+    # A Lightning checkpoint is a file in a folder that Lightning created, so the run uses a new folder.
+    is_own = resumed is not None and not resumed.is_file()
+    if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
+        return resumed.parent.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            taken = [int(path.name[len(PREFIX) :]) for path in root.iterdir() if is_run_folder(path)]
+            folder = root / f"{PREFIX}{max(taken, default=-1) + 1}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another process created this folder first
+                continue
+    except OSError as error:
+        problem = f"no run folder can be created in this folder ({error.strerror})"
+        raise CheckpointError("default_root_dir", str(root), problem, "Pass a folder with write permission") from error
+
+
+def write_plan(folder: Path, text: str) -> None:
+    """Write ``plan.yaml`` atomically.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        with replacing(folder / "plan.yaml") as file:
+            file.write(text)
+    except OSError as error:
+        problem = f"plan.yaml cannot be written to {folder.name} in this folder ({error.strerror})"
+        action = "Free some space, or pass another folder"
+        raise CheckpointError("default_root_dir", str(folder.parent), problem, action) from error

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +32,9 @@ from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
-from roomier.train.opening.run_folder import run_folder
 from roomier.train.saving.restore import first_weights, resolve_checkpoint
 from roomier.train.settling.checks import check_hooks_need_no_gradients
-from roomier.train.settling.job import Job, job_of_fit, with_global_batch
-from roomier.train.settling.micro_batch import keeps_micro_batch
+from roomier.train.settling.job import Job, job_of_fit, keeps_micro_batch, run_folder, with_global_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # the import loads torch's sharding, which one rank with an explicit strategy does not need
@@ -236,22 +233,15 @@ def _report(choice: Choice, asked: Plan) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Found:
-    """The start of a call, and the job to which a fit belongs.
-
-    Args:
-        start: the checkpoint and the folder of the run.
-        job: the job that is recorded in the run folder; None if no launcher restarts jobs.
-    """
-
-    start: Start
-    job: Job | None
-
-
-def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None) -> Found:
+def find_start(
+    request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None
+) -> tuple[Start, Job | None]:
     """Find the checkpoint from which ``request`` resumes, and create the run folder. Every rank must call this
     function.
+
+    Returns:
+        The checkpoint and the folder of the run; and the job to record in this folder, or None if no launcher restarts
+        jobs.
 
     Args:
         loggers: the loggers, which receive the run folder.
@@ -265,11 +255,11 @@ def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_p
     job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
     if earlier is not None:
-        path = earlier.checkpoint
+        path = earlier[0]
     folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds rows to the logs of the fit
     if request.is_fit:
         folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
     set_run_folder(loggers, folder)
     weights = first_weights(request.weights, path, request.plan, ranks)
     is_last = asked == "last" or earlier is not None
-    return Found(Start(path, folder, weights, None if earlier is None else earlier.batch, is_last), job)
+    return Start(path, folder, weights, None if earlier is None else earlier[1], is_last), job

@@ -39,7 +39,7 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "must be a bool or the name of an attribute", action)
     if isinstance(auto_scale_batch_size, bool):
         return
-    from roomier.trainer.tuner.batch_size import MODES  # late import: most runs do not search
+    from roomier.trainer.tuner.tuner import MODES  # late import: most runs do not search
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
@@ -71,7 +71,7 @@ def tune(trainer: TrainerAttributes, subject: Subject, ckpt_path: str | Path | N
         return None
     if size:
         mode = size if isinstance(size, str) else "power"
-        from roomier.trainer.tuner.batch_size import scale_batch_size  # late import: most runs do not search
+        from roomier.trainer.tuner.tuner import scale_batch_size  # late import: most runs do not search
 
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
