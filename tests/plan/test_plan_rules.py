@@ -7,7 +7,7 @@ import pytest
 from roomier.core.errors import PlanError
 from roomier.plan import CombinedPlanError, OptimizerPlan, Options, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES, REFUSED
-from roomier.plan.lever_rules import without_host_tiers
+from roomier.plan.levers import without_host_tiers
 from roomier.plan.rules import each_error
 
 ADAMW = {"name": "adamw"}

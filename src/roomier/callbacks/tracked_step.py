@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from roomier.api.callback import Callback, held_by
 from roomier.api.engine import Engine
-from roomier.plan.lever_rules import update_mode
+from roomier.plan.levers import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:

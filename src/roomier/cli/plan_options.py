@@ -20,7 +20,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
-from roomier.plan.lever_rules import without_host_tiers
+from roomier.plan.levers import without_host_tiers
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.hardware.this_machine import this_machine

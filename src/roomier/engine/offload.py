@@ -38,7 +38,7 @@ from roomier.engine.step_in_backward import FIELD, StepInBackward
 from roomier.engine.updates import ParametersOnDevice, Updates
 from roomier.engine.weights_file import WeightsToRead
 from roomier.plan import OffloadPlan, Plan
-from roomier.plan.lever_rules import update_mode
+from roomier.plan.levers import update_mode
 from roomier.techniques.loss.chunked import find_output_layer
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import MIN_BYTES, Region, regions_of

@@ -16,7 +16,7 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.engine.facts import Facts
 from roomier.plan import Plan
-from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.levers import rounding_in_force
 from roomier.techniques.optim.by_name import keeps_updates, make_optimizer
 from roomier.techniques.optim.configured import (
     Configured,

@@ -23,7 +23,7 @@ from roomier.engine.forward_levers import Levers
 from roomier.engine.optimizers import configure_by_name
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
-from roomier.plan.lever_rules import without_host_tiers
+from roomier.plan.levers import without_host_tiers
 from roomier.plan.rules import refuse
 from roomier.techniques.optim.configured import Configured, check_ownership, check_sharded_parameters
 from roomier.techniques.parallel.parallel import Parallel

@@ -14,8 +14,7 @@ from roomier.core.device.names import accelerator_of_torch
 from roomier.core.errors import CombinedError, PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
-from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.levers import BY_PERMISSION, set_fields
+from roomier.plan.levers import BY_PERMISSION, LEVER_RULES, set_fields
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options, PlanParts
 
 Rule = Callable[[PlanParts], Iterator[PlanError]]

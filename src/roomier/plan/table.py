@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from roomier.core.units import format_bytes
 from roomier.plan.choices import Kind, choice_of
-from roomier.plan.lever_rules import rounding_in_force, update_mode
-from roomier.plan.levers import read, used_levers
+from roomier.plan.levers import read, rounding_in_force, update_mode, used_levers
 from roomier.plan.parts import OffloadPlan, PlanParts
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from roomier.loggers.by_name import loggers_from_flag
 from roomier.loggers.foreign import is_logger
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan, plan_from_flags
-from roomier.plan.lever_rules import without_host_tiers
-from roomier.plan.levers import lever_that_frees_gradients, used_levers
+from roomier.plan.levers import lever_that_frees_gradients, used_levers, without_host_tiers
 from roomier.plan.migrate.accelerate import answers_to_keywords
 from roomier.plan.migrate.answers import Answers
 from roomier.plan.migrate.deepspeed.objects import answers_to_source

@@ -27,7 +27,7 @@ from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
-from roomier.plan.lever_rules import without_host_tiers
+from roomier.plan.levers import without_host_tiers
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders

@@ -28,7 +28,7 @@ import torch
 
 from roomier.engine.offload import NUM_BUFFERS
 from roomier.plan import OffloadPlan, Plan
-from roomier.plan.lever_rules import update_mode
+from roomier.plan.levers import update_mode
 from roomier.planner.forecast import Traffic
 from roomier.planner.memory.kinds import Interval, Kind, NumBytes, total_bytes
 from roomier.planner.memory.model_states import StateBytes

@@ -14,8 +14,7 @@ from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
-from roomier.plan.lever_rules import has_two_backwards, rounding_in_force, update_mode
-from roomier.plan.levers import lever_that_frees_gradients
+from roomier.plan.levers import has_two_backwards, lever_that_frees_gradients, rounding_in_force, update_mode
 from roomier.planner.memory.model_states import ModelStates, StateBytes, model_states
 from roomier.planner.memory.walk import Layout
 from roomier.planner.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters

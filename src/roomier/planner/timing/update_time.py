@@ -21,8 +21,7 @@ import torch
 
 from roomier.plan import Plan
 from roomier.plan.choices import OPTIMIZERS
-from roomier.plan.lever_rules import rounding_in_force
-from roomier.plan.levers import lever_that_frees_gradients
+from roomier.plan.levers import lever_that_frees_gradients, rounding_in_force
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device, Machine
 from roomier.planner.memory.walk import Layout, own_shape

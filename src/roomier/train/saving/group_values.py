@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.plan import Plan
-from roomier.plan.lever_rules import keeps_low_bits, rounding_in_force
+from roomier.plan.levers import keeps_low_bits, rounding_in_force
 
 _ALL_OF_ONE = ({"lr", "initial_lr", "adamw_lr"}, {"fused", "foreach", "differentiable"})
 _NEED_STATES = ("amsgrad", "centered", "momentum")
