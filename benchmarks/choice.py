@@ -38,10 +38,10 @@ from roomier.core.ranks import Ranks
 from roomier.core.units import format_bytes, format_seconds
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.planner.choice import words_of
-from roomier.planner.choosing.candidates import Candidate, candidates
+from roomier.planner.choice import Considered, words_of
+from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import choose
-from roomier.planner.choosing.pricing import prices_of, time_s
+from roomier.planner.choosing.pricing import ClosedForms, time_s
 from roomier.planner.formula.fixed_bytes import fixed_bytes
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.this_machine import this_machine
@@ -131,7 +131,7 @@ class Seen:
         step_s: seconds per step on the slowest rank.
     """
 
-    candidate: Candidate
+    candidate: Considered
     words: str
     peak_bytes: int
     step_s: float
@@ -140,7 +140,7 @@ class Seen:
 class Running(Steps):
     """The steps of a plan on this rank."""
 
-    def __init__(self, candidate: Candidate, pair: Drawn, ranks: Ranks) -> None:
+    def __init__(self, candidate: Considered, pair: Drawn, ranks: Ranks) -> None:
         self._ranks = ranks
         batches = [pair.batch(candidate.micro_batch)] * candidate.plan.batch.accumulate_grad_batches
         super().__init__(candidate.plan, pair.module(), batches, ranks, _WARMUP_STEPS)
@@ -175,7 +175,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, lists_all: bool = False) -> dict[str,
     strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only option labeled near that can make a step faster
     asked = plan_from_flags(strategy=strategy, accelerator="cpu", devices=pair.num_ranks, optimizer="adamw")
     workload = Workload.of(pair.module(), pair.batch(pair.batch_size))
-    found = [each for each in candidates(workload, asked, machine) if not each.refusal]
+    found = [each for each in candidates(workload, asked, machine) if not each.reason]
     legal = {words_of(each.plan, each.micro_batch): each for each in found}  # without duplicates
     seen = {words: _seen(words, each, pair, ranks, machine) for words, each in legal.items()}
     least, most = (pick(each.peak_bytes for each in seen.values()) for pick in (min, max))
@@ -206,7 +206,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, lists_all: bool = False) -> dict[str,
     }
 
 
-def _seen(words: str, candidate: Candidate, pair: Drawn, ranks: Ranks, machine: Machine) -> Seen:
+def _seen(words: str, candidate: Considered, pair: Drawn, ranks: Ranks, machine: Machine) -> Seen:
     running = Running(candidate, pair, ranks)
     peak_bytes = running.peak_bytes() + sum(fixed_bytes(candidate.plan, machine).values())
     found = Seen(candidate, words, peak_bytes, running.turn())
@@ -240,7 +240,7 @@ def _by_turns(running: dict[str, Running], num_turns: int) -> dict[str, float]:
 
 
 def _with_forecasts(seen: Any, workload: Workload, machine: Machine) -> list[dict[str, Any]]:
-    prices = prices_of(workload, machine)
+    prices = ClosedForms(workload, machine)
     rows = []
     for each in sorted(seen, key=lambda one: one.step_s):
         forecast = prices.estimate(each.candidate.plan, each.candidate.micro_batch)

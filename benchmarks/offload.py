@@ -46,7 +46,7 @@ from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import OffloadPlan, plan_from_flags
-from roomier.planner.timing.tier_time import Durations, waits_s
+from roomier.planner.timing.step_time import Durations, waits_s
 from roomier.prepared.prepare import prepare
 from roomier.techniques.tiers.buffers import ALIGNMENT_BYTES, allocate
 from roomier.techniques.tiers.disk import DiskTier

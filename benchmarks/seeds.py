@@ -34,7 +34,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
 from roomier.models.gpt import GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.planner.choosing.pricing import prices_of
+from roomier.planner.choosing.pricing import ClosedForms
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
@@ -243,7 +243,7 @@ def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
     try:
         plan = plan_from_flags(devices=machine.num_ranks, accelerator="cuda", **each.flags)
         workload = each.workload()
-        prices = prices_of(workload, machine)
+        prices = ClosedForms(workload, machine)
         forecast = confirm(workload, plan, machine) if runs_dry else prices.estimate(plan, workload.batch_size)
     except RoomierError as error:
         return row | {"answer": str(error)}

@@ -52,7 +52,7 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.units import format_seconds
 from roomier.plan import Plan, plan_from_flags
-from roomier.planner.choosing.pricing import Prices, prices_of
+from roomier.planner.choosing.pricing import ClosedForms, Prices
 from roomier.planner.hardware.host import available_memory_bytes, num_cores
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.spec import machine_of
@@ -385,7 +385,7 @@ def forecast_row(settings: Mapping[str, Any], configuration: Configuration) -> d
         }
         workload = training.workload(micro_batch)
         row["num_parameters"] = workload.num_parameters
-        row |= _forecast(prices_of(workload, machine), plan, micro_batch, machine, settings)
+        row |= _forecast(ClosedForms(workload, machine), plan, micro_batch, machine, settings)
     except RoomierError as error:
         return {**row, "problem": str(error)}
     if settings["hardware"] is None and not row["forecast_fits"]:

@@ -18,7 +18,7 @@ from roomier import Trainer, checkpoint
 from roomier.cli.help_screen import FIELDS_OF, TOPICS
 from roomier.cli.main import main
 from roomier.cli.options import parse, trainer_parser
-from roomier.cli.plan_options import plan_parser
+from roomier.cli.plan_verb import plan_parser
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
 TOY = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]

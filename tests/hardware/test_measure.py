@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.planner.hardware.disk import disk_rates
 from roomier.planner.hardware.measure import (
     memory_rate,
     operation_seconds,
@@ -15,7 +14,7 @@ from roomier.planner.hardware.measure import (
     seconds_of,
     update_rate,
 )
-from roomier.planner.hardware.measuring import measure_quickly, measure_ranks
+from roomier.planner.hardware.measuring import disk_rates, measure_quickly, measure_ranks
 
 CPU = torch.device("cpu")
 
@@ -51,7 +50,7 @@ def test_memory_operations_and_updates():
 def test_the_disk_measurement_leaves_no_file(tmp_path):
     folder = tmp_path / "new"
     rates = disk_rates(folder, 1.0, 2**24)
-    assert all(1e5 < rate < 1e12 for rate in (rates.read, rates.write, rates.both))
+    assert all(1e5 < rate < 1e12 for rate in rates.values())
     assert list(folder.iterdir()) == []
 
 

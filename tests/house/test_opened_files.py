@@ -19,7 +19,7 @@ ALLOWED = {
     ("checkpoint/record.py", "open"): NEW,
     ("checkpoint/saving.py", "(folder / README_NAME).write_text"): NEW,
     ("checkpoint/tensor_file.py", "self._path.open"): "creates a new file (mode x)",
-    ("cli/exported_model.py", "torch.load"): "check_regular has checked the file",
+    ("cli/export_verb.py", "torch.load"): "check_regular has checked the file",
     ("cli/plan_verb.py", "path.write_text"): OF_USER,
     ("cli/report_verb.py", "path.write_text"): OF_USER,
     ("core/replacing.py", "aside.open"): "creates a new file (mode x)",

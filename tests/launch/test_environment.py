@@ -4,8 +4,7 @@ import pytest
 
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
-from roomier.launch.environment import RANK_VARIABLES, export, launch_of
-from roomier.launch.hostlist import hosts, tasks_per_node
+from roomier.launch.environment import RANK_VARIABLES, export, hosts, launch_of, tasks_per_node
 from roomier.launch.job import job_names, num_restarts
 
 TORCHRUN = {

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from roomier.launch import command
-from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
+from roomier.launch.start import command_again
 
 pytestmark = pytest.mark.more
 
@@ -96,7 +95,7 @@ def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setitem(sys.modules, "__main__", main)
         monkeypatch.setattr(sys, "orig_argv", ["python", *words])
         monkeypatch.setattr(sys, "path", [str(tmp_path), os.path.dirname(os.__file__), "/elsewhere"])
-        monkeypatch.setattr(command, "FOLDER_AT_IMPORT", "/")
+        monkeypatch.setattr(start, "FOLDER_AT_IMPORT", "/")
 
     return start
 

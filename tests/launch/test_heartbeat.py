@@ -13,9 +13,8 @@ from torch.distributed import HashStore
 from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.failure import FailureNews
-from roomier.launch.heartbeat import Heartbeat, WatchedRun
+from roomier.launch.heartbeat import Heartbeat, WatchedRun, end_of
 from roomier.launch.judge import Limits
-from roomier.launch.late_messages import end_of
 from roomier.launch.records import Activity, Late, Position, RankRecord
 
 WAIT_S = 60.0  # on a busy machine; the bounds below are much shorter

@@ -12,8 +12,8 @@ import torch
 
 from roomier import Plan, PlanError, RoomierError, Trainer
 from roomier.core.world import World
-from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
+from roomier.launch.start import command_again
 from tests.device_layer.accelerators import have_accelerator
 
 MakeTrainer = Callable[..., Trainer]

@@ -19,7 +19,6 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.memory.kinds import MODEL_STATES, Kind
 from roomier.planner.memory.predict import predict, predict_built
-from roomier.planner.memory.report import report_of
 from roomier.planner.memory.tracker import MemoryTracker, tracking
 from tests.covering import covering, few
 from tests.ranks.pool import RankPool
@@ -231,26 +230,28 @@ def test_prediction_on_the_meta_device() -> None:
     assert predict(network, plan).between_steps.total() == pytest.approx(3 * num_parameters, rel=0.001)  # no gradients
 
 
-def report(strategy: str) -> dict[str, Any]:
+def around_a_step(strategy: str) -> dict[str, dict[Kind, int]]:
     ranks, module = ranks_here(), Model(tied=False)
     plan = make_plan(strategy, ranks.world.size, "bf16-mixed", 1, {"name": "adamw"})
     engine = make_engine(plan, module, ranks)
     tracker = tracked_step(engine, module, 1)
-    found = report_of(engine, plan, ranks, tracker)
-    return {**found.as_dict(), "columns": len(found.table().columns), "rows": found.table().row_count}
+    engine.settle()
+    with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
+        pass
+    formula = predict_built(engine, plan, ranks.world.rank)
+    return {
+        "formula": formula.between_steps.num_bytes,
+        "now": look.now().num_bytes,
+        "peak": tracker.peak(MODEL_STATES).num_bytes,
+        "whole_peak": tracker.peak().num_bytes,
+    }
 
 
-def test_report_contains_all_ranks_and_the_worst_rank(on_ranks: RankPool) -> None:
-    by_rank = on_ranks(2, report, "zero3")
-    assert by_rank[0] == by_rank[1]
-    found = by_rank[0]
-    assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert found["worst_rank"] == 0  # the last rank owns fewer of the 101 rows
-    first = found["ranks"][0]
+def test_between_two_steps_only_shards_exist(on_ranks: RankPool) -> None:
+    first, last = on_ranks(2, around_a_step, "zero3")
     for kind in MODEL_STATES:
-        assert first["measured"][kind] == pytest.approx(first["formula"][kind], rel=TOLERANCE)
-    assert first["measured"][Kind.GATHERED] == 0
-    assert first["measured_peak"][Kind.GATHERED] > 0
+        assert first["now"][kind] == pytest.approx(first["formula"][kind], rel=TOLERANCE)
+    assert first["now"][Kind.GATHERED] == 0
+    assert first["peak"][Kind.GATHERED] > 0
     assert first["whole_peak"][Kind.ACTIVATION] > 0
-    assert found["columns"] == 6
-    assert found["rows"] == 8
+    assert sum(first["peak"].values()) > sum(last["peak"].values())  # the last rank owns fewer of the 101 rows

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.plan import ActivationPlan, Plan, plan_from_flags
+from roomier.plan import Plan, plan_from_flags
 from roomier.planner.dry_runs import budget_estimates, shallow
+from roomier.planner.dry_runs import within_budget as of_uniform_steps
+from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE
 from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, within_budget
-from roomier.planner.formula import estimate
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.workload import Workload
@@ -54,7 +55,7 @@ def replace_times(patch: pytest.MonkeyPatch) -> None:
         return LOST_NS[keep]
 
     patch.setattr(budget, "lost_ns", in_run)
-    for module in (budget_estimates, shallow, estimate):
+    for module in (budget_estimates, of_uniform_steps):
         patch.setattr(module, "recomputation_ns", lambda forward, keep, plan, device: LOST_NS[keep])
 
 
@@ -168,7 +169,7 @@ def runs_of(order: list[tuple[str, str]]) -> dict[Keep, DryRun]:
 )
 def test_blocks_that_do_not_run_in_reverse_order_are_rejected(order: list[tuple[str, str]]) -> None:
     with pytest.raises(NotNestedError):
-        within_budget(ActivationPlan("budget", budget_fraction=0.5), runs_of(order), ["a", "b"], lambda *_: 0)
+        within_budget(plan_of(0.5), runs_of(order), ["a", "b"], TYPICAL_DEVICE)
 
 
 def test_a_budget_of_blocks_in_another_order_is_interpolated_in_the_closed_form() -> None:

@@ -14,9 +14,10 @@ from roomier.plan import Kind, Plan, plan_from_flags
 from roomier.plan.table import rows
 from roomier.planner.choosing import nearest, pricing
 from roomier.planner.choosing.candidates import candidates
-from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
+from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.nearest import no_plan_fits
+from roomier.planner.choosing.pricing import simplest_of_the_fastest
 from roomier.planner.forecast import Forecast
 from roomier.planner.hardware.devices import SHEETS
 from roomier.planner.hardware.machine import Machine
@@ -60,7 +61,7 @@ def test_hsdp_shards_over_full_nodes_but_not_over_all_of_them() -> None:
 
 def test_the_global_batch_does_not_depend_on_the_micro_batch() -> None:
     found = candidates(language(6), auto(devices=2, accumulate_grad_batches=3), this_machine(2))
-    legal = [each for each in found if not each.refusal]
+    legal = [each for each in found if not each.reason]
     assert {each.micro_batch * each.plan.batch.accumulate_grad_batches for each in legal} == {18}
     assert {each.micro_batch for each in legal} == {1, 2, 3, 6}
 
@@ -74,7 +75,7 @@ def test_settings_of_the_user_do_not_change() -> None:
 
 
 def test_all_open_options_are_candidates() -> None:
-    plans = [each.plan for each in candidates(language(), auto(devices=2), gpus()) if not each.refusal]
+    plans = [each.plan for each in candidates(language(), auto(devices=2), gpus()) if not each.reason]
     assert {each.activation.policy for each in plans} == {"none", "selective", "full"}
     assert {each.offload.activations for each in plans} == {"none", "cpu"}
     assert {each.optimizer.step_in_backward for each in plans} == {"none", "exact"}
@@ -96,7 +97,7 @@ def test_options_that_change_the_arithmetic_must_be_allowed() -> None:
 
 def test_options_that_round_differently_within_a_rank_must_be_allowed() -> None:
     def inexact(asked: Plan) -> set[str]:
-        plans = [each.plan for each in candidates(language(), asked, gpus()) if not each.refusal]
+        plans = [each.plan for each in candidates(language(), asked, gpus()) if not each.reason]
         return {row.part for plan in plans for row in rows(plan) if row.kind not in (Kind.EXACT, None)}
 
     assert inexact(auto(devices=2)) == {"strategy", "accumulate"}
@@ -104,28 +105,28 @@ def test_options_that_round_differently_within_a_rank_must_be_allowed() -> None:
     assert inexact(allowing) == {"strategy", "accumulate", "loss", "precision", "optimizer"}
     compiled = auto(devices=2, strategy={"name": "auto", "allow": ["chunked_loss"]}, compile=True)
     assert inexact(compiled) == {"strategy", "accumulate", "compile"}
-    assert any("Set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
+    assert any("Set chunked_loss=True" in each.reason for each in candidates(language(), compiled, gpus()))
 
 
 def test_techniques_that_the_model_does_not_support_are_rejected_with_a_reason() -> None:
     found = candidates(regression(), auto(), this_machine())
-    assert {each.plan.activation.policy for each in found if not each.refusal} == {"none"}
-    assert any("no blocks" in each.refusal for each in found)
+    assert {each.plan.activation.policy for each in found if not each.reason} == {"none"}
+    assert any("no blocks" in each.reason for each in found)
 
 
 def test_batch_norm_fixes_the_micro_batch() -> None:
     found = candidates(regression(4, nn.BatchNorm1d(64)), auto(), this_machine())
-    assert {each.micro_batch for each in found if not each.refusal} == {4}
-    assert any("BatchNorm" in each.refusal for each in found)
+    assert {each.micro_batch for each in found if not each.reason} == {4}
+    assert any("BatchNorm" in each.reason for each in found)
     frozen = regression(4, nn.BatchNorm1d(64).eval())
-    assert len({each.micro_batch for each in candidates(frozen, auto(), this_machine()) if not each.refusal}) == 3
+    assert len({each.micro_batch for each in candidates(frozen, auto(), this_machine()) if not each.reason}) == 3
 
 
 def test_a_rule_rejects_one_candidate_per_strategy() -> None:
     found = candidates(regression(), auto(optimizer="onebit_adam", devices=2), this_machine(2))
-    refused = [each for each in found if "requires unsharded weights and gradients" in each.refusal]
+    refused = [each for each in found if "requires unsharded weights and gradients" in each.reason]
     assert sorted(strategy_of(each.plan) for each in refused) == ["zero2", "zero3"]
-    assert {strategy_of(each.plan) for each in found if not each.refusal} == {"ddp", "zero1"}
+    assert {strategy_of(each.plan) for each in found if not each.reason} == {"ddp", "zero1"}
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
-from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.formula.trace import take_trace
+from roomier.planner.formula.trace import take_deep_trace, take_trace
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload

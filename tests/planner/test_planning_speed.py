@@ -12,7 +12,7 @@ import torch
 from roomier.api.lightning_module import as_module
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.planner.choosing.pricing import prices_of
+from roomier.planner.choosing.pricing import ClosedForms
 from roomier.planner.formula import estimate
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.workload import Workload
@@ -83,7 +83,7 @@ def test_plans_with_the_same_computation_share_one_trace(monkeypatch: pytest.Mon
         batch = {name: torch.empty(1, 8, dtype=torch.long) for name in ("input_ids", "targets")}
         workload = Workload(as_module(GPT(GPTConfig(65, 8, 2, 2, 16))), batch, 1)
     plan = plan_from_flags(strategy="zero2", devices=8, accelerator="cuda", optimizer="adamw")
-    prices = prices_of(workload, machine_of("a100-40gb:8"))
+    prices = ClosedForms(workload, machine_of("a100-40gb:8"))
     for strategy in ("zero1", "zero2", "zero3"):
         prices.estimate(replace(plan, parallel=replace(plan.parallel, strategy=strategy)), 1)
     assert 1 <= len(taken) <= 2

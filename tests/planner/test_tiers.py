@@ -12,11 +12,11 @@ from roomier.plan import OffloadPlan, Plan, plan_from_flags
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.nearest import no_plan_fits
-from roomier.planner.choosing.pricing import prices_of
+from roomier.planner.choosing.pricing import ClosedForms
 from roomier.planner.forecast import Forecast, StepTime, Traffic
 from roomier.planner.formula.offloaded import MovedUnit, Offloaded
 from roomier.planner.hardware.machine import Device, Link, Machine
-from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
+from roomier.planner.timing.step_time import Durations, added_s, transfer_s
 from tests.planner.made_up_prices import KIB, FixedPrices, auto, forecast, gpus, language, regression
 
 GIB = 2**30
@@ -101,7 +101,7 @@ def tiers_of(plan: Plan) -> tuple[str, str]:
 def test_candidates_with_slow_tiers_are_a_last_resort() -> None:
     def found(devices: int, machine: Machine, **more: Any) -> set[tuple[str, str]]:
         plan = auto(devices=devices, accelerator="auto")
-        return {tiers_of(each.plan) for each in candidates(language(), plan, machine, **more) if not each.refusal}
+        return {tiers_of(each.plan) for each in candidates(language(), plan, machine, **more) if not each.reason}
 
     assert found(1, machine()) == {("none", "none")}
     assert found(2, gpus()) == {("none", "none"), ("cpu", "none")}
@@ -114,7 +114,7 @@ def test_candidates_with_slow_tiers_are_a_last_resort() -> None:
 
 def test_candidates_with_few_buffers_are_a_last_resort() -> None:
     def found(**more: Any) -> set[tuple[str, str, int]]:
-        options = ((each.plan, each.refusal) for each in candidates(language(), auto(devices=2), machine(), **more))
+        options = ((each.plan, each.reason) for each in candidates(language(), auto(devices=2), machine(), **more))
         return {
             (plan.parallel.strategy, plan.parallel.communication, plan.offload.buffers)
             for plan, refusal in options
@@ -133,8 +133,8 @@ def test_candidates_with_few_buffers_are_a_last_resort() -> None:
 @pytest.mark.more
 def test_sequential_communication_is_chosen_before_a_disk() -> None:
     two_ranks, plan = machine(devices=2), auto(devices=2)
-    prices = prices_of(language(1), two_ranks)
-    possible = [each for each in candidates(language(1), plan, two_ranks) if not each.refusal]
+    prices = ClosedForms(language(1), two_ranks)
+    possible = [each for each in candidates(language(1), plan, two_ranks) if not each.reason]
     smallest = min(prices.estimate(each.plan, each.micro_batch).peak_bytes for each in possible)
     choice = choose(language(1), plan, two_ranks, budget_bytes=smallest - 1, prices=prices)
     assert choice.chosen is not None

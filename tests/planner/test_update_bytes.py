@@ -12,8 +12,7 @@ from roomier.api.module import Module
 from roomier.core import torch_fake
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
-from roomier.planner.formula.estimate import Estimator
-from roomier.planner.formula.update_bytes import few_alike
+from roomier.planner.formula.estimate import Estimator, few_alike
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.workload import Workload
 from tests.covering import few

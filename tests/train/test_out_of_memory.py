@@ -123,7 +123,7 @@ def test_the_inputs_of_modules_with_hooks_are_released(make_trainer: Make, monke
     assert [each() for each in module.inputs] == [None] * len(module.inputs)
 
 
-@pytest.mark.parametrize("part", ["_held", "_workload", "_machine", "_forecast", "_advice"])
+@pytest.mark.parametrize("part", ["_held", "_workload", "_machine", "confirm", "_advice"])
 def test_error_is_raised_without_unavailable_details(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

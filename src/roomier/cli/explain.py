@@ -16,7 +16,6 @@ from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 from roomier.trainer.keywords.other_libraries import written_today
 
 _TRAINER = "--trainer."
-_FORMER = "was removed from the Trainer"
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
@@ -66,25 +65,21 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
         option, is_joined, value = found["option"].partition("=")
         given = value if is_joined else found["value"]
         if option.startswith(_TRAINER):
-            former = _former_flag(option.removeprefix(_TRAINER), given or "N", "--trainer.{} {}", " ")
-            if former is not None:
-                return RoomierError(option, given, _FORMER, former)
+            name = option.removeprefix(_TRAINER)
             names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
-            action = advice_for_name("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
-            return RoomierError(option, given, "is not a keyword of the Trainer", action)
+            former = _former_flag(name, given or "N", "--trainer.{} {}", " ")
+            return _unknown_keyword(
+                option, given, former, advice_for_name("Trainer", name, names, FORMER_KEYWORDS, prefix=_TRAINER)
+            )
         return RoomierError(option, given, "is not an option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
         field = f"{found['group']}.{found['name']}"
         former = _former_flag(found["name"], "N", "{}: {}", ", ")
-        if former is not None:
-            return RoomierError(field, "...", _FORMER, former)
-        action = advice_for_name("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
-        return RoomierError(field, "...", "is not a keyword of the Trainer", action)
+        advice = advice_for_name("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
+        return _unknown_keyword(field, "...", former, advice)
     if found := _UNKNOWN_IN_CLASS.search(message):
-        known = _names_of(locate(found["path"]))
-        return RoomierError(
-            _key(message), found["name"], f"is not an argument of {found['path']}", did_you_mean(found["name"], known)
-        )
+        action = did_you_mean(found["name"], _names_of(locate(found["path"])))
+        return RoomierError(_key(message), found["name"], f"is not an argument of {found['path']}", action)
     innermost = [*_BAD_VALUE.finditer(message)]
     if innermost:
         found = innermost[-1]
@@ -93,10 +88,8 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
     if found := _PROBLEM_IN_CLASS.search(message):
         return RoomierError(_key(message), found["path"], found["problem"].strip(), _see_help(parser))
     if found := _NO_SUBCLASS.search(message):
-        base = found["base"]
-        return RoomierError(
-            _key(message), _given(message), f"must be a subclass of {base}", f"Pass a subclass of {base}"
-        )
+        kind = f"a subclass of {found['base']}"
+        return RoomierError(_key(message), _given(message), f"must be {kind}", f"Pass {kind}")
     if found := _UNION.search(message):
         return RoomierError(_key(message), _given(message), "has the wrong type", f"Pass {_kinds(found['kinds'])}")
     if found := _NOT_ACCEPTED.search(message):
@@ -109,6 +102,12 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
     if found := _BAD_OPTION.search(message):
         return RoomierError(found["option"], None, found["problem"], _see_help(parser))
     return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))
+
+
+def _unknown_keyword(field: str, value: str | None, former: str | None, advice: str) -> RoomierError:
+    if former is not None:
+        return RoomierError(field, value, "was removed from the Trainer", former)
+    return RoomierError(field, value, "is not a keyword of the Trainer", advice)
 
 
 def _former_flag(name: str, value: str, form: str, separator: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from roomier.techniques.tiers.folder import default_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.planner.hardware.machine import Machine
+    from roomier.planner.hardware.machine import Link, Machine
     from roomier.planner.hardware.measured import Measured
 
 _SECONDS = 4.0  # duration of the measurements on each rank
@@ -96,31 +96,25 @@ def _table(machines: Sequence[Machine]) -> Table:
     table.add_column("per rank, all ranks active")
     for machine in machines:
         table.add_column(f"{machine.num_ranks} rank{'s' * (machine.num_ranks > 1)}", justify="right")
-    rows: list[tuple[str, list[str]]] = [
-        ("memory", [format_bytes(machine.device.memory_bytes) for machine in machines]),
-        *(
-            (f"matrix products in {dtype}", [_flops(each.device.flops_per_s[dtype]) for each in machines])
+    rows: dict[str, Callable[[Machine], str]] = {
+        "memory": lambda each: format_bytes(each.device.memory_bytes),
+        **{
+            f"matrix products in {dtype}": lambda each, dtype=dtype: _flops(each.device.flops_per_s[dtype])  # type: ignore[misc]
             for dtype in first.device.flops_per_s
-        ),
-        ("memory, read and written", [_rate(each.device.memory_bytes_per_s) for each in machines]),
-        ("optimizer update (AdamW)", [_rate(each.device.update_bytes_per_s) for each in machines]),
-        ("start of an operation", [f"{each.device.operation_s * 1e6:.1f} us" for each in machines]),
-        ("all-gather, sent", [_rate(each.in_node.bytes_per_s if each.num_ranks > 1 else None) for each in machines]),
-        (
-            "reduce-scatter, sent",
-            [_rate(None if each.in_node_reduce is None else each.in_node_reduce.bytes_per_s) for each in machines],
-        ),
-        ("disk, read (all ranks)", [_rate(each.disk_read.bytes_per_s) for each in machines]),
-        ("disk, written (all ranks)", [_rate(each.disk_write.bytes_per_s) for each in machines]),
-        (
-            "disk, read and written together (all ranks)",
-            [_rate(None if each.disk_both is None else each.disk_both.bytes_per_s) for each in machines],
-        ),
-    ]
-    if first.device.kind != "cpu":
-        rows.append(("to the host and back", [_rate(each.to_host.bytes_per_s) for each in machines]))
-    for name, values in rows:
-        table.add_row(name, *values)
+        },
+        "memory, read and written": lambda each: _rate(each.device.memory_bytes_per_s),
+        "optimizer update (AdamW)": lambda each: _rate(each.device.update_bytes_per_s),
+        "start of an operation": lambda each: f"{each.device.operation_s * 1e6:.1f} us",
+        "all-gather, sent": lambda each: _rate(each.in_node if each.num_ranks > 1 else None),
+        "reduce-scatter, sent": lambda each: _rate(each.in_node_reduce),
+        "disk, read (all ranks)": lambda each: _rate(each.disk_read),
+        "disk, written (all ranks)": lambda each: _rate(each.disk_write),
+        "disk, read and written together (all ranks)": lambda each: _rate(each.disk_both),
+        "to the host and back": lambda each: _rate(each.to_host),
+    }
+    for name, cell in rows.items():
+        if name != "to the host and back" or first.device.kind != "cpu":
+            table.add_row(name, *map(cell, machines))
     return table
 
 
@@ -128,7 +122,8 @@ def _flops(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:.1f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.1f} GFLOP/s"
 
 
-def _rate(bytes_per_s: float | None) -> str:
+def _rate(link: Link | float | None) -> str:
+    bytes_per_s = link if link is None or isinstance(link, (int, float)) else link.bytes_per_s
     return "-" if bytes_per_s is None else f"{format_bytes(bytes_per_s)}/s"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -15,35 +14,17 @@ from roomier.core.errors import RoomierError, did_you_mean
 EXIT_SUCCESS, EXIT_USER_ERROR = 0, 2
 
 
-@dataclass(frozen=True)
-class Verb:
-    """A subcommand of ``roomier``.
-
-    Attributes:
-        summary: one line for ``roomier --help``.
-        module: module that defines ``run(verb, arguments) -> exit code``.
-    """
-
-    summary: str
-    module: str
-
-    def run(self, name: str, arguments: Sequence[str]) -> int:
-        """Import the module, run the verb and return its exit code."""
-        code = import_module(self.module).run(name, arguments)
-        assert isinstance(code, int)
-        return code
-
-
+# For each verb, one line for ``roomier --help``, and the module that defines ``run(verb, arguments) -> exit code``.
 VERBS = {
-    "fit": Verb("train a model", "roomier.cli.trainer_verbs"),
-    "validate": Verb("evaluate a model on its validation data", "roomier.cli.trainer_verbs"),
-    "test": Verb("evaluate a model on its test data", "roomier.cli.trainer_verbs"),
-    "predict": Verb("run a model on its prediction data", "roomier.cli.trainer_verbs"),
-    "plan": Verb("forecast memory and time of each plan on a machine", "roomier.cli.plan_verb"),
-    "report": Verb("compare the forecast of a run with its measurement", "roomier.cli.report_verb"),
-    "export": Verb("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
-    "hardware": Verb("measure this machine, for planning", "roomier.cli.hardware_verb"),
-    "bench": Verb("show the command that runs a benchmark", "roomier.cli.bench_verb"),
+    "fit": ("train a model", "roomier.cli.trainer_verbs"),
+    "validate": ("evaluate a model on its validation data", "roomier.cli.trainer_verbs"),
+    "test": ("evaluate a model on its test data", "roomier.cli.trainer_verbs"),
+    "predict": ("run a model on its prediction data", "roomier.cli.trainer_verbs"),
+    "plan": ("forecast memory and time of each plan on a machine", "roomier.cli.plan_verb"),
+    "report": ("compare the forecast of a run with its measurement", "roomier.cli.report_verb"),
+    "export": ("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
+    "hardware": ("measure this machine, for planning", "roomier.cli.hardware_verb"),
+    "bench": ("show the command that runs a benchmark", "roomier.cli.bench_verb"),
 }
 
 
@@ -73,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name not in VERBS:
             raise RoomierError("verb", name, "is not a verb of roomier", did_you_mean(name, VERBS))
-        return VERBS[name].run(name, arguments[1:])
+        code = import_module(VERBS[name][1]).run(name, arguments[1:])
+        assert isinstance(code, int)
+        return code
     except RoomierError as error:
         if _is_first_report(error):
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
@@ -84,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def help_text() -> str:
     """Return the text of ``roomier --help``."""
     width = max(map(len, VERBS))
-    lines = [f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in VERBS.items()]
     return "\n".join(
         [
             "usage: roomier VERB [options]",

@@ -76,23 +76,22 @@ def trainer_parser(verb: str) -> ArgumentParser:
         required=True,
         help="import path of a roomier.Module, a LightningModule, or any nn.Module with a loss",
     )
-    parser.add_subclass_arguments(
-        (DataModule, LightningDataModule),
-        "data",
-        fail_untyped=False,
-        required=False,
-        help="import path of a DataModule of roomier or Lightning; default: the loaders of the model",
-    )
     parser.add_argument(
         "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last' for the newest checkpoint"
     )
-    add_options_of_lightning(parser)
+    add_data_and_options_of_lightning(
+        parser, "import path of a DataModule of roomier or Lightning; default: the loaders of the model"
+    )
     return parser
 
 
-def add_options_of_lightning(parser: ArgumentParser) -> None:
-    """Add the options of ``LightningCLI`` that roomier's Trainer does not have, so that the YAML that LightningCLI
-    prints can be used. The help does not list the hidden options."""
+def add_data_and_options_of_lightning(parser: ArgumentParser, use: str) -> None:
+    """Add the option ``--data``, and the options of ``LightningCLI`` that roomier's Trainer does not have, so that the
+    YAML that LightningCLI prints can be used. The help does not list the hidden options."""
+    about = f"import path of a DataModule of roomier or Lightning; {use}"
+    parser.add_subclass_arguments(
+        (DataModule, LightningDataModule), "data", fail_untyped=False, required=False, help=about
+    )
     parser.add_subclass_arguments(
         Optimizer,
         "optimizer",

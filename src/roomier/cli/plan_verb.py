@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli import workloads
-from roomier.cli.deepspeed_option import apply_deepspeed, take_deepspeed
 from roomier.cli.options import parse
-from roomier.cli.plan_options import (
-    apply_strategy_option,
-    check_one_model,
-    copies_of_options,
-    machine_of_options,
-    plan_of_options,
-    plan_parser,
-    trainer_words,
-    without_gpt,
-)
 from roomier.cli.report_verb import find_run
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.cli.workloads import Asked
@@ -42,6 +32,31 @@ if TYPE_CHECKING:
     from roomier.planner.choice import Choice
     from roomier.planner.hardware.machine import Machine
     from roomier.planner.report.what_if import Grid
+import inspect
+from typing import TYPE_CHECKING
+
+from roomier.plan.migrate.deepspeed.objects import is_source
+from roomier.trainer.keywords.other_libraries import of_roomier
+
+if TYPE_CHECKING:
+    from roomier.planner.hardware.machine import Machine
+from collections.abc import Collection
+from dataclasses import asdict
+from pkgutil import resolve_name
+
+from torch import nn
+
+from roomier.api.callback import KeptWeights, kept_by
+from roomier.cli.options import VerbParser, add_data_and_options_of_lightning
+from roomier.core.device.resolve import num_devices, resolve_device
+from roomier.core.units import parse_bytes
+from roomier.models.gpt import SIZES
+from roomier.plan.levers import without_host_tiers
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.hardware.spec import machine_of
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.trainer.keywords.arguments import plan_of
+from roomier.trainer.lightning.callbacks import adopted
 
 EXIT_NOTHING_FITS = 1
 
@@ -71,13 +86,16 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             asked = _with(_asked(parser, config, gpt), copies=copies_of_options(config))
             if config.calibrated_by is not None:
                 asked = _calibrated(asked, config.calibrated_by, machine)
-            plan = plan_of_options(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
-            choice = _choose(asked, plan, machine)
+            optimizes_itself = overrides(asked.workload.module, "configure_optimizers", Module)
+            plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
+            from roomier.planner.choosing.choose import choose  # late import: --help needs no planner
+
+            choice = choose(asked.workload, plan, machine)
             grid = _what_if(asked, plan, choice) if config.what_if or config.html is not None else None
         if config.html is not None:
             _write_page(Path(config.html), asked, choice, grid)
     if config.json:
-        more: dict[str, Any] = {} if grid is None else {"what_if": _grid_as_dict(grid)}
+        more: dict[str, Any] = {} if grid is None else {"what_if": grid.as_dict()}
         if config.calibrated_by is not None:
             more["activation_factor"] = asked.workload.activation_factor
         print(json.dumps(choice.as_dict() | more))
@@ -120,16 +138,6 @@ def _with(asked: Asked, **changes: Any) -> Asked:
     return replace(asked, workload=replace(asked.workload, **changes), at_length=later)
 
 
-def _optimizes_itself(module: Module) -> bool:
-    return overrides(module, "configure_optimizers", Module)
-
-
-def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
-    from roomier.planner.choosing.choose import choose
-
-    return choose(asked.workload, plan, machine)
-
-
 def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
     """Return the memory peaks for different batches under the chosen plan, or under the best plan if no plan fits."""
     from roomier.planner.report.what_if import around, what_if
@@ -142,21 +150,9 @@ def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
     name = ""
     if at_length is not None and asked.length is not None:
         name = "tokens"
-        rows = [(each, _later(at_length, each)) for each in around(asked.length, asked.longest)]
+        rows = [(each, partial(at_length, each)) for each in around(asked.length, asked.longest)]
     batches = around(shown.micro_batch)
     return what_if(rows, batches, shown.plan, choice.machine, choice.budget_bytes, row_name=name)
-
-
-def _later(make: Any, length: int) -> Any:
-    return lambda: make(length)
-
-
-def _grid_as_dict(grid: Grid) -> dict[str, Any]:
-    return {
-        "rows": {"name": grid.row_name, "values": list(grid.rows)},
-        "columns": {"name": grid.column_name, "values": list(grid.columns)},
-        "peak_bytes": [list(each) for each in grid.peak_bytes],
-    }
 
 
 def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
@@ -202,3 +198,268 @@ def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> 
     except OSError as error:
         raise RoomierError("--html", str(path), f"cannot be written: {error.strerror}", "Use another file") from error
     print(f"roomier: wrote {path}", file=sys.stderr)
+
+
+def take_deepspeed(config: Namespace, given: set[str]) -> Any:
+    """Remove the DeepSpeed configuration from ``config``, and return this configuration; None if ``config`` contains
+    none.
+
+    Args:
+        config: the parsed options.
+        given: names of the Trainer options on the command line. The option that contained the configuration is removed
+            from this set.
+
+    Raises:
+        RoomierError: two options contain a configuration.
+    """
+    found = {} if config.deepspeed is None else {"deepspeed": config.deepspeed}
+    for name in ("strategy", "plan"):
+        value = config.trainer[name]
+        if value is not None and is_source(value, of_plan=name == "plan"):
+            found[f"trainer.{name}"] = value
+            config.trainer[name] = None
+            given.discard(name)
+    if len(found) > 1:
+        first, second, *_ = found
+        action = "Pass one of the two"
+        raise RoomierError(f"--{second}", found[second], f"cannot be combined with --{first}", action)
+    return next(iter(found.values()), None)
+
+
+def apply_deepspeed(config: Namespace, value: Any, machine: Machine) -> None:
+    """Replace keywords of the Trainer with the settings of a DeepSpeed configuration and print a table of all keys.
+
+    The strategy of the configuration is planned, unless ``--strategy`` selects another strategy.
+    """
+    defaults = {name: each.default for name, each in inspect.signature(Trainer.__init__).parameters.items()}
+    ranks = {"devices": machine.devices_per_node, "num_nodes": machine.num_nodes}
+    found = of_roomier({**config.trainer.as_dict(), **ranks, "deepspeed": value}, defaults)
+    strategy = found["strategy"]
+    if config.strategy is None:
+        config.strategy = strategy["name"] if isinstance(strategy, dict) else strategy
+    for name in found.keys() - ranks.keys():
+        config.trainer[name] = found[name]
+
+
+_DESCRIPTION = (
+    "Forecast memory and time of each plan on a machine, and select the fastest plan that fits. Training does not run, "
+    "and the machine need not be available. Exit code 0: a plan fits; 1: no plan fits; 2: the request is invalid."
+)
+_GPT = "gpt"
+_OPTIONS: dict[str, tuple[Any, str]] = {
+    "seed_everything": (bool | int, "accepted in YAML files, but ignored"),
+    "ckpt_path": (str, "accepted in YAML files, but ignored"),
+    "hardware": (str, "such as a100-40gb:8; default: this machine"),
+    "nodes": (int, "number of nodes; default: --trainer.num_nodes"),
+    "strategy": (
+        str,
+        "plan only this strategy, like --trainer.strategy; default: all strategies, regardless of a YAML file",
+    ),
+    "deepspeed": (str, "a DeepSpeed configuration, such as ds_config.json, whose strategy and settings are planned"),
+    "memory_budget": (str | int, "memory limit per device, such as 38GiB; default: all memory"),
+    "hf": (str, "a Hugging Face config.json, or a folder with one"),
+    "batch_size": (int, "samples per micro-batch on each device"),
+    "seq_len": (int, "tokens per sequence, for --hf and gpt"),
+    "input": (str, "tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"),
+    "calibrated_by": (
+        str,
+        "run folder of this model, as for `roomier report`: scale the forecast of activations to its measurement, "
+        "and store the measured GPU memory outside tensors for all plans on the same GPU",
+    ),
+    "html": (str, "write an HTML page that works without a network"),
+}
+
+
+def plan_parser(gpt: str | None) -> ArgumentParser:
+    """Return the parser of ``roomier plan``, with options for the arguments of the Trainer, the model class and the
+    data class.
+
+    Args:
+        gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
+            :class:`GPTConfig`.
+    """
+    parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
+    for name, (kind, about) in _OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind | None, default=None, help=about)
+    parser.add_argument("--what_if", action="store_true", help="also show the peak memory for other batch sizes")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
+    parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
+    if gpt is None:
+        parser.add_subclass_arguments(
+            nn.Module, "model", fail_untyped=False, help=f"import path of a module, {_GPT}, or the name of a GPT size"
+        )
+    else:
+        parser.add_class_arguments(GPTConfig, "model")
+        if gpt != _GPT:
+            parser.set_defaults({f"model.{name}": value for name, value in asdict(GPTConfig.named(gpt)).items()})
+    add_data_and_options_of_lightning(
+        parser, "import path of a DataModule of roomier or Lightning, which provides the batch"
+    )
+    return parser
+
+
+def without_gpt(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return a pair: the GPT that ``--model`` names (None if it names no GPT), and the remaining words."""
+    words, found = list(arguments), None
+    for index, word in enumerate(words):
+        name, is_joined, value = word.partition("=")
+        following = value if is_joined else words[index + 1] if index + 1 < len(words) else ""
+        if name == "--model" and (following == _GPT or following in SIZES):
+            found = following
+            del words[index : index + (1 if is_joined else 2)]
+            break
+    return found, words
+
+
+def check_one_model(config: Namespace, gpt: str | None) -> None:
+    """Check that the options describe exactly one model.
+
+    Raises:
+        RoomierError: no model or two models are given, or an option is not supported with this kind of model.
+    """
+    has_class = gpt is None and config.get("model") is not None
+    ways = [*(["--hf"] if config.hf is not None else []), *(["--model"] if has_class or gpt is not None else [])]
+    if len(ways) != 1:
+        problem = "a model is required" if not ways else f"cannot be combined: {' and '.join(ways)}"
+        action = "Pass one of --hf config.json, --model my_package.MyModule, --model gpt, or --config run.yaml"
+        raise RoomierError("--model", None, problem, action)
+    if has_class and config.seq_len is not None:
+        action = "Remove it, or pass the shapes of a batch: --input 'x=int64[8,2048]'"
+        problem = "is not supported with a model class, because its data determines the batch"
+        raise RoomierError("--seq_len", config.seq_len, problem, action)
+    if not has_class and (config.input is not None or config.get("data") is not None):
+        name = "--input" if config.input is not None else "--data"
+        problem = "is not supported with this model, because its configuration determines the batch"
+        action = "Remove it. Set the size of the batch with --batch_size and --seq_len"
+        raise RoomierError(name, config.input or config.data.class_path, problem, action)
+    for name in ("nodes", "batch_size", "seq_len"):
+        if config[name] is not None and config[name] < 1:
+            raise RoomierError(f"--{name}", config[name], "must be at least 1", "Use a positive integer")
+
+
+def trainer_words(words: Sequence[str]) -> frozenset[str]:
+    """Return the Trainer keywords that ``words`` contains. Keywords in YAML files are not included."""
+    options = (word.partition("=")[0] for word in words)
+    return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
+
+
+def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
+    """If ``--trainer.strategy`` was passed on the command line, plan only this strategy, as with ``--strategy``.
+
+    Args:
+        given: result of :func:`trainer_words`.
+
+    Raises:
+        RoomierError: ``--strategy`` and ``--trainer.strategy`` differ.
+    """
+    if "strategy" not in given:
+        return
+    own = config.trainer.strategy
+    name = own.get("name") if isinstance(own, dict) else own
+    if config.strategy is not None and config.strategy != name:
+        action = "Pass one of the two options, or neither option to compare all strategies"
+        raise RoomierError("--trainer.strategy", name, f"differs from --strategy {config.strategy}", action)
+    config.strategy = None if name == "auto" else name
+
+
+def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
+    """Return the machine that ``--hardware`` and ``--nodes`` describe; by default, this machine with the devices of the
+    Trainer.
+
+    Args:
+        given: result of :func:`trainer_words`; these keywords must not contradict ``--hardware``.
+
+    Raises:
+        RoomierError: the device is unknown, or two options contradict each other.
+    """
+    num_nodes = _num_nodes(config, given)
+    if config.hardware is not None:
+        machine = machine_of(config.hardware, num_nodes)
+        _check_names_the_same(config, machine, given)
+    else:
+        accelerator = config.trainer.accelerator
+        try:
+            device = resolve_device(accelerator)
+        except RoomierError as error:
+            action = f"Pass the hardware to plan for: --hardware a100-80gb:8. {error.action} with --trainer.accelerator"
+            raise RoomierError("--trainer.accelerator", accelerator, error.problem, action) from error
+        devices = config.trainer.devices
+        if not isinstance(devices, int) or devices <= 0:  # "auto" and -1 mean all accelerators
+            devices = num_devices(device)
+        machine = this_machine(devices, num_nodes or 1, accelerator)
+    if config.strategy == "single":
+        machine = replace(machine, devices_per_node=1, num_nodes=1)
+    return machine
+
+
+def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
+    """Return the number of nodes. If no option sets the number, return None. The machine file then determines the
+    number; without a file, the number is 1."""
+    own, asked = config.trainer.num_nodes, config.nodes
+    is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
+    if asked is not None and "num_nodes" in given and own != asked:
+        raise RoomierError("--trainer.num_nodes", own, f"differs from --nodes {asked}", "Pass one of the two")
+    return own if asked is None and is_meant else asked  # type: ignore[no-any-return]
+
+
+def _check_names_the_same(config: Namespace, machine: Machine, given: Collection[str]) -> None:
+    trainer, hardware = config.trainer, f"--hardware {config.hardware}"
+    kind, accelerator = machine.device.kind, trainer.accelerator
+    is_same = accelerator in ("auto", kind) or (accelerator == "gpu" and kind != "cpu")
+    action = "Remove one of the two"
+    if "accelerator" in given and not is_same:
+        problem = f"contradicts {hardware}, which is {kind}"
+        raise RoomierError("--trainer.accelerator", accelerator, problem, action)
+    own = trainer.devices
+    if "devices" in given and isinstance(own, int) and own not in (-1, machine.devices_per_node):
+        problem = f"contradicts {hardware}, which has {machine.devices_per_node} devices per node"
+        raise RoomierError("--trainer.devices", own, problem, action)
+
+
+def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
+    """Return the copies of weights that the configured callbacks store. Other callbacks are not created."""
+    callbacks = config.trainer.callbacks or ()
+    made: list[Any] = []
+    for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):
+        found = resolve_name(each.class_path)
+        is_average = found.__name__ in ("WeightAveraging", "EMAWeightAveraging")  # also Lightning's
+        if hasattr(found, "held_weights") or is_average:
+            arguments = each.get("init_args")
+            made.append(found(**({} if arguments is None else arguments.as_dict())))
+    return kept_by(adopted(made))
+
+
+def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
+    """Return the Plan that the Trainer's keywords describe on ``machine``. Its strategy is ``"auto"`` if no strategy is
+    selected.
+
+    Args:
+        optimizes_itself: True if the model configures its optimizer. Otherwise, the default optimizer is AdamW.
+
+    Raises:
+        PlanError: the settings are invalid.
+    """
+    keywords: dict[str, Any] = config.trainer.as_dict()
+    own = keywords["strategy"] if isinstance(keywords["strategy"], dict) else {}
+    kind = machine.device.kind
+    ranks = {"devices": machine.devices_per_node, "num_nodes": machine.num_nodes, "accelerator": kind}
+    name = config.strategy or "auto"
+    if keywords["plan"] is None:
+        keywords |= ranks | {"strategy": {**own, "name": name} if own and "+" not in name else name}
+        if keywords["optimizer"] is None and not optimizes_itself:
+            keywords["optimizer"] = "adamw"
+        if config.memory_budget is not None:
+            keywords["memory_budget"] = config.memory_budget
+        return without_host_tiers(plan_of(keywords, Trainer.__init__, None), kind)
+    given = Plan.of(keywords["plan"])
+    budget = config.memory_budget
+    budget_bytes = parse_bytes("memory_budget", budget) if isinstance(budget, str) else budget
+    settled = Plan.from_dict({"parallel": {**ranks, "strategy": name}, "choice": {"memory_budget_bytes": budget_bytes}})
+    parallel = replace(settled.parallel, reduce_dtype=given.parallel.reduce_dtype)
+    choice = given.choice if budget is None else settled.choice
+    optimizer = given.optimizer
+    if optimizer.name is None and not optimizes_itself:
+        optimizer = replace(optimizer, name="adamw")
+    given = replace(given, parallel=parallel, choice=choice, optimizer=optimizer)
+    return without_host_tiers(given, kind)

@@ -63,8 +63,8 @@ def find_run(path: Path) -> Path:
     from roomier.planner.measured.record import FILE_NAME
     from roomier.train.settling.job import is_run_folder
 
+    action = "Pass a run folder such as runs/version_0, or the folder of all runs"
     if not path.is_dir():
-        action = "Pass a run folder such as runs/version_0, or the folder of all runs"
         raise RoomierError("run", str(path), "must be a folder", action)
     if (path / FILE_NAME).is_file() or is_run_folder(path):
         return path
@@ -74,7 +74,6 @@ def find_run(path: Path) -> Path:
     )
     if not runs:
         problem = "contains no run, because it has neither forecast.json nor a folder version_N"
-        action = "Pass a run folder such as runs/version_0, or the folder of all runs"
         raise RoomierError("run", str(path), problem, action)
     return next((each for each in reversed(runs) if (each / FILE_NAME).is_file()), runs[-1])
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,10 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli.optimizer_option import with_optimizer
 from roomier.cli.options import parse, text_of, trainer_parser
-from roomier.cli.saved_config import SavedConfig
 from roomier.core.device.rng import seed_everything
 from roomier.core.log import notice
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_text
 from roomier.trainer import Trainer
 
 
@@ -74,3 +76,29 @@ def current_folder_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+FILE_NAME = "config.yaml"
+
+
+class SavedConfig(Callback):
+    """Callback that writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run with this file.
+
+    A resumed run uses the same folder. If the settings of the resumed run differ, they are written to
+    ``config-step=N.yaml`` instead.
+
+    Args:
+        text: content of the file.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.keeps_files or not trainer.is_global_zero:
+            return
+        path = Path(trainer.log_dir) / FILE_NAME
+        if path.exists() and read_text(path) != self._text:
+            path = path.with_stem(f"config-step={trainer.global_step}")
+        with replacing(path) as file:
+            file.write(self._text)

@@ -21,7 +21,7 @@ from roomier.core.log import notice
 from roomier.core.tree import tensors
 from roomier.data.combined import batches_of, training_loader
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.planner.hugging_face import read_config, workload_of_config
+from roomier.planner.hugging_face import longest_of, read_config, workload_of_config
 from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
@@ -90,9 +90,7 @@ def hugging_face_request(path: str, batch_size: int | None, num_tokens: int | No
     name = type(workload.module.network).__name__
     if ids is None:
         return Asked(name, workload)
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return Asked(name, workload, at_length, ids.shape[1], longest)
+    return Asked(name, workload, at_length, ids.shape[1], longest_of(config))
 
 
 def class_request(

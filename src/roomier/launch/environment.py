@@ -6,14 +6,14 @@ so that roomier and torch read the same variables.
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from roomier.core.errors import RoomierError
 from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
-from roomier.launch.hostlist import first_host, tasks_per_node
 
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
 """Name of an environment variable that roomier sets for the ranks that it starts. Its value is the id of the process
@@ -145,7 +145,7 @@ def _tasks_here(environ: Mapping[str, str], node_rank: int, size: int) -> int:
 
 def _first_host(nodes: str) -> str:
     try:
-        return first_host(nodes)
+        return next(hosts(nodes))
     except ValueError as error:
         raise _wrong("SLURM_STEP_NODELIST", nodes, "must be a SLURM list of hosts") from error
 
@@ -212,3 +212,58 @@ def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
     if name.startswith("ROOMIER_"):
         action = "Unset this environment variable, or set it to an integer"
     return RoomierError(name, value, problem, action)
+
+
+_COUNT = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
+
+
+def hosts(text: str) -> Iterator[str]:
+    """Iterate over the hosts of a SLURM list: ``"a[1-2]b,c"`` yields ``"a1b"``, ``"a2b"`` and ``"c"``.
+
+    Raises:
+        ValueError: ``text`` is not a list of hosts.
+    """
+    for part in _split(text):
+        yield from _expand(part)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks on each node: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: ``text`` is not a list of tasks per node.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(text)
+        counts += [int(found["count"])] * int(found["times"] or 1)
+    return counts
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split ``text`` at commas outside brackets."""
+    depth, start = 0, 0
+    for index, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            yield text[start:index].strip()
+            start = index + 1
+    if depth != 0 or not text[start:].strip():
+        raise ValueError(text)
+    yield text[start:].strip()
+
+
+def _expand(part: str) -> Iterator[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    inside, _, after = rest.partition("]")
+    for piece in inside.split(","):
+        low, dash, high = piece.partition("-")
+        numbers = [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)] if dash else [low]
+        for number in numbers:
+            for tail in _expand(after):
+                yield f"{before}{number}{tail}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -18,12 +19,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from roomier.core import torch_private
 from roomier.core.device.resolve import group_backend, resolve_device
 from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
-from roomier.launch.network import choose_interface
 from roomier.launch.start import start_ranks
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
@@ -60,9 +61,7 @@ def initialize(world: World, device_type: str) -> None:
     if launch_of(os.environ) is None:
         _check_open_files(world)
         store, children = start_ranks(world)
-        _news = news = FailureNews(world, children.news)
-        children.main_is_failing, children.main_lost_peer = lambda: news.is_failing, lambda: news.has_lost_peer
-        children.where = lambda: news.where()
+        _news = children.main = FailureNews(world, children.news)
     else:
         store, children, _news = None, None, FailureNews(world)
     _news.install()
@@ -173,3 +172,39 @@ def _leave() -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+_ANYWHERE = "192.0.2.1"  # this address is reserved for documentation (RFC 5737), so packets to it use the default route
+
+
+def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
+    """Set the network interface of gloo. If all ranks run on one machine, also set the interface of NCCL. An interface
+    that the user has set is not changed.
+
+    By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
+    interface. On many Linux systems, the host name resolves to the loopback interface, over which other nodes are
+    unreachable.
+
+    Args:
+        address: host name or IP address of rank 0.
+    """
+    if world.local_size == world.size:
+        keep_on_loopback(environ)
+    elif "GLOO_SOCKET_IFNAME" not in environ and (name := _interface_towards(address)) is not None:
+        environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interface_towards(address: str) -> str | None:
+    try:
+        target = socket.gethostbyname(address)
+    except OSError:
+        return None
+    if target.startswith("127.") and address not in ("localhost", target):
+        target = _ANYWHERE  # rank 0 may resolve its own host name to the loopback interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 1))  # this call sends no packet; the system only selects the route
+        except OSError:
+            return None
+        own: str = probe.getsockname()[0]
+    return interface_of(own)

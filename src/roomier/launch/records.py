@@ -44,9 +44,8 @@ class Position:
     batch: int = 0
 
     def __str__(self) -> str:
-        return (
-            self.phase if self.activity is Activity.OUTSIDE else f"{self.phase}, step {self.step}, batch {self.batch}"
-        )
+        place = "" if self.activity is Activity.OUTSIDE else f", step {self.step}, batch {self.batch}"
+        return self.phase + place
 
 
 @dataclass(frozen=True)

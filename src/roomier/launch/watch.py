@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+
+from roomier.launch.failure import FailureNews
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # Time after a failure until the other ranks are killed.
@@ -29,10 +31,7 @@ class Children:
     Attributes:
         have_met: True if the process group of all ranks exists. Before the process group exists, the exit of a rank is
             a failure, even with exit code 0.
-        main_is_failing: function that returns whether this process is terminating because of an error in this process.
-        main_lost_peer: function that returns whether this process is terminating because it could not reach another
-            rank.
-        where: function that returns the current position in the run, for messages.
+        main: failures of this process, and its current position in the run for messages; None before the rendezvous.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -40,9 +39,7 @@ class Children:
         self._failed: tuple[int, int] | None = None
         self._is_ending = threading.Lock()
         self.have_met = False
-        self.main_is_failing: Callable[[], bool] = lambda: False
-        self.main_lost_peer: Callable[[], bool] = lambda: False
-        self.where: Callable[[], str] = lambda: ""
+        self.main: FailureNews | None = None
         threading.Thread(target=self._watch, name="roomier-ranks", daemon=True).start()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
@@ -73,7 +70,7 @@ class Children:
     def _end(self) -> None:
         """Wait until the ranks end, and kill ranks that do not end in time. Python calls this method when this process
         exits."""
-        if self.main_is_failing():
+        if self.main is not None and self.main.is_failing:
             self._wait(_GRACE_S)
             self._kill()
             return
@@ -89,7 +86,7 @@ class Children:
             self._end_badly()
 
     def _first_failed(self) -> tuple[int, int] | None:
-        good = (0, *_STOPPED) if self.have_met and not self.main_lost_peer() else ()
+        good = (0, *_STOPPED) if self.have_met and not (self.main is not None and self.main.has_lost_peer) else ()
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None and code not in good:
@@ -99,7 +96,7 @@ class Children:
     def _end_badly(self) -> None:
         self._is_ending.acquire()  # this lock is never released, so that only one thread prints the last line
         assert self._failed is not None
-        if self.main_is_failing():
+        if self.main is not None and self.main.is_failing:
             _exit(1)
         rank, code = self._failed
         _say(f"rank {rank} {self._how(code)}, so the run ended")
@@ -109,7 +106,8 @@ class Children:
         if code > 0:
             return f"ended with exit code {code}"
         if code == 0:
-            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had joined'}".rstrip()
+            where = self.main.where() if self.main is not None and self.have_met else "before all ranks had joined"
+            return f"ended with exit code 0 {where}".rstrip()
         name = signal.Signals(-code).name
         reason = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"was terminated by {name}{reason}"

@@ -15,22 +15,22 @@ from roomier.planner.hardware.machine import Machine
 
 @dataclass(frozen=True)
 class Considered:
-    """Plan that the planner evaluated, skipped or rejected.
+    """Plan that the planner evaluates, skips or rejects.
 
     Attributes:
         plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
         micro_batch: number of samples per micro-batch on each rank.
         forecast: forecast of the plan; None if the plan was rejected or not evaluated.
         fits: whether the forecast is within the budget.
-        reason: reason why the plan was not chosen; empty for the chosen plan.
+        reason: reason why the plan was not chosen; empty for the chosen plan, and for a plan before its evaluation.
         is_left_out: True if the plan was not evaluated, because it cannot be better than the chosen plan or because the
             time limit was reached.
     """
 
     plan: Plan
     micro_batch: int
-    forecast: Forecast | None
-    fits: bool
+    forecast: Forecast | None = None
+    fits: bool = False
     reason: str = ""
     is_left_out: bool = False
 

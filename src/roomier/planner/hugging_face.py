@@ -201,9 +201,14 @@ def _ids(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.long)
 
 
-def _length(config: Any, num_tokens: int | None) -> int:
+def longest_of(config: Any) -> int | None:
+    """Return the maximum sequence length of the model in tokens; None if there is no limit."""
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+
+
+def _length(config: Any, num_tokens: int | None) -> int:
+    longest = longest_of(config)
     if num_tokens is None:
         return min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
     return _checked(num_tokens, longest)
@@ -212,7 +217,6 @@ def _length(config: Any, num_tokens: int | None) -> int:
 def _checked(num_tokens: int, longest: int | None) -> int:
     if longest is not None and num_tokens > longest:
         problem = f"must be at most {longest}, the number of positions of the model"
-        raise RoomierError(
-            "seq_len", num_tokens, problem, "Shorten the sequences, or increase the number of positions in config.json"
-        )
+        action = "Shorten the sequences, or increase the number of positions in config.json"
+        raise RoomierError("seq_len", num_tokens, problem, action)
     return num_tokens

@@ -28,7 +28,6 @@ from roomier.data.workers import workers_outlive_signals
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
 from roomier.plan.levers import without_host_tiers
-from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.progress import RunningStage, TrainerStatus
@@ -145,7 +144,7 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         if request.datamodule is not None:
             request.datamodule.on_exception(error)
         if isinstance(error, OutOfMemoryError) and request.is_fit:
-            raise explain_out_of_memory(error, _failed(trainer, request, run)) from error
+            raise _explained(error, trainer, request, run) from error
         if isinstance(error, KeyboardInterrupt):
             status = "interrupted"
             if stop.noted is None:  # raised by user code; Ctrl-C ends a run at its save point
@@ -269,8 +268,13 @@ def _teardown(trainer: TrainerAttributes, request: Request) -> None:
     request.module.teardown(request.stage)
 
 
-def _failed(trainer: TrainerAttributes, request: Request, run: Run | None) -> FailedRun:
-    return FailedRun(
+def _explained(
+    error: OutOfMemoryError, trainer: TrainerAttributes, request: Request, run: Run | None
+) -> OutOfMemoryError:
+    # late import: most runs need no planner
+    from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
+
+    failed = FailedRun(
         plan=trainer.plan if run is None else run.plan,
         world=request.world,
         callbacks=trainer.callbacks,
@@ -281,3 +285,4 @@ def _failed(trainer: TrainerAttributes, request: Request, run: Run | None) -> Fa
         batch=None if run is None else run.results.batch,
         step=None if run is None else run.progress.global_step,
     )
+    return explain_out_of_memory(error, failed)

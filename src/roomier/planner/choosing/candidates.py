@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from roomier.api.module import Module, network_of
@@ -19,6 +19,7 @@ from roomier.plan.choices import CHOICES, canonical
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
+from roomier.planner.choice import Considered
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 from roomier.techniques.loss.chunked import find_output_layer
@@ -30,24 +31,9 @@ STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 """Strategies, from the simplest to the most complex."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that the planner can evaluate.
-
-    Attributes:
-        plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
-        micro_batch: number of samples per micro-batch on each rank.
-        refusal: reason why the plan cannot run; empty if the plan can run.
-    """
-
-    plan: Plan
-    micro_batch: int
-    refusal: str = ""
-
-
 def candidates(
     workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = "", is_last_resort: bool = False
-) -> tuple[Candidate, ...]:
+) -> tuple[Considered, ...]:
     """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and reason.
 
     Settings of ``plan`` whose values differ from the defaults do not change. If ``plan`` has a concrete strategy,
@@ -62,28 +48,30 @@ def candidates(
             states on disk, and sequential communication.
     """
     if plan.parallel.strategy != "auto":
-        return () if is_last_resort else (Candidate(plan, workload.batch_size),)
+        return () if is_last_resort else (Considered(plan, workload.batch_size),)
+    is_open = is_last_resort and plan.parallel.communication == "overlapped"
+    communications: list[Changes] = [{}, {"parallel.communication": "sequential"}] if is_open else [{}]
     axes = [
         _strategies(plan),
         _kept_activations(plan, workload, machine),
         _tiers(plan, workload, machine, is_last_resort=is_last_resort),
-        _communications(plan, is_last_resort=is_last_resort),
+        communications,
         *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
         _splits(plan, workload, keeps_micro_batch),
     ]
-    found: list[Candidate] = []
-    refused: dict[tuple[str, str], Candidate] = {}
+    found: list[Considered] = []
+    refused: dict[tuple[str, str], Considered] = {}
     for combined in itertools.product(*axes):
         changes = {field: value for change in combined for field, value in change.items()}
         if not _goes_with_tiers(plan, changes) or not _goes_with_communication(changes):
             continue
-        if is_last_resort and not _is_slow(changes):
-            continue
+        if is_last_resort and not changes.keys() & {"parallel.communication", "offload.optimizer_states"}:
+            continue  # only plans that are slow in most cases
         candidate = _candidate(plan, changes, workload)
-        if candidate.refusal:
-            refused.setdefault((candidate.plan.parallel.strategy, candidate.refusal), candidate)
+        if candidate.reason:
+            refused.setdefault((candidate.plan.parallel.strategy, candidate.reason), candidate)
         else:
             found.append(candidate)
     if is_last_resort:
@@ -116,14 +104,14 @@ def reason_against_smaller_batches(module: Module) -> str:
     return ""
 
 
-def _candidate(plan: Plan, changes: Mapping[str, Any], workload: Workload) -> Candidate:
+def _candidate(plan: Plan, changes: Mapping[str, Any], workload: Workload) -> Considered:
     num_pieces = changes.get("batch.accumulate_grad_batches", plan.batch.accumulate_grad_batches)
     micro_batch = workload.batch_size * plan.batch.accumulate_grad_batches // num_pieces
     try:
-        return Candidate(changed(plan, changes), micro_batch)
+        return Considered(changed(plan, changes), micro_batch)
     except PlanError as error:
         first = each_error(error)[0]
-        return Candidate(refused_plan(plan, changes), micro_batch, f"{first.field}: {first.problem}")
+        return Considered(refused_plan(plan, changes), micro_batch, reason=f"{first.field}: {first.problem}")
 
 
 def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
@@ -181,18 +169,6 @@ def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: 
     return found
 
 
-def _communications(plan: Plan, *, is_last_resort: bool) -> list[Changes]:
-    """Return the ways to communicate, from the fastest to the slowest."""
-    if not is_last_resort or plan.parallel.communication != "overlapped":
-        return [{}]
-    return [{}, {"parallel.communication": "sequential"}]
-
-
-def _is_slow(changes: Changes) -> bool:
-    """Return whether ``changes`` contain an option that is evaluated only if no other plan fits."""
-    return any(field in changes for field in ("parallel.communication", "offload.optimizer_states"))
-
-
 def _goes_with_communication(changes: Changes) -> bool:
     """Return False if ``changes`` combine sequential communication with a strategy that does not shard parameters.
     Such combinations save little memory, so they are omitted without reporting a reason."""
@@ -240,12 +216,12 @@ def _splits(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Chan
     return [{"batch.accumulate_grad_batches": accumulate * num} for num in pieces]
 
 
-def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
+def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Considered]:
     """Yield one rejected candidate for each option that the model or its data exclude for every strategy."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
-    def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Candidate:
-        return Candidate(refused_plan(plan, {"parallel.strategy": strategy, **changes}), micro_batch, reason)
+    def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Considered:
+        return Considered(refused_plan(plan, {"parallel.strategy": strategy, **changes}), micro_batch, reason=reason)
 
     given = workload.batch_size
     if plan.activation.policy == "none" and not workload.blocks:

@@ -9,22 +9,14 @@ from dataclasses import replace
 from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.plan import Plan
-from roomier.plan.choices import Kind, choice_of
-from roomier.plan.levers import used_levers
-from roomier.plan.parts import OffloadPlan
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.choosing.candidates import STAGES, candidates
-from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
+from roomier.planner.choosing.candidates import candidates
+from roomier.planner.choosing.pricing import TIE, Check, Prices, Pricing, time_s
 from roomier.planner.deadline import SEARCH_S, Deadline
-from roomier.planner.dry_runs.confirm import is_seen_by_dry_run
 from roomier.planner.forecast import Forecast
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
-
-ESTIMATE_ERROR = 0.05
-"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is
-verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
@@ -80,22 +72,18 @@ def choose(
     """
     start = time.perf_counter()
     budget = budget_of(plan, machine) if budget_bytes is None else budget_bytes
-    found = candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch)
     pricing = Pricing(
-        found,
-        prices or prices_of(workload, machine),
-        check,
-        budget_bytes=budget * (1 + ESTIMATE_ERROR),
-        deadline=deadline or Deadline.after(SEARCH_S),
+        workload, machine, prices, check, budget_bytes=budget, deadline=deadline or Deadline.after(SEARCH_S)
     )
-    search = _Search(budget, pricing, DryRuns(workload, machine))
-    chosen = search.run()
-    if chosen is None:
-        pricing.add(candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch, is_last_resort=True))
-        chosen = search.run()
-    if not pricing.priced.priced:
-        raise _no_plan_priced(plan, pricing.priced)
-    considered = _considered(chosen, search, pricing.priced)
+    for is_last_resort in (False, True):
+        pricing.add(
+            candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch, is_last_resort=is_last_resort)
+        )
+        if (chosen := pricing.run()) is not None:
+            break
+    if not pricing.priced:
+        raise _no_plan_priced(plan, pricing)
+    considered = _considered(chosen, pricing)
     took_s, num_plans = time.perf_counter() - start, len(pricing.candidates)
     return Choice(machine, budget, chosen, considered, took_s, num_plans, is_complete=not pricing.ran_out)
 
@@ -108,7 +96,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     return int(machine.device.memory_bytes * (1 - FREE_SHARE.get(machine.device.kind, FREE_SHARE["cuda"])))
 
 
-def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
+def _no_plan_priced(plan: Plan, priced: Pricing) -> RoomierError:
     if priced.failures:
         error = priced.failures[0]
         if isinstance(error, RoomierError):
@@ -129,129 +117,32 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
     return PlanError("strategy", plan.parallel.strategy, f"every plan is rejected: {reasons}", action)
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
-class _Search:
-    """Search that verifies the fastest plan by a dry run, and continues with the next plan if the verified plan does
-    not fit.
-
-    Attributes:
-        budget_bytes: memory that a device may use.
-        fitting: forecasts of plans that fit but are not chosen.
-        too_large: forecasts of plans that do not fit.
-    """
-
-    def __init__(self, budget_bytes: int, pricing: Pricing, dry_runs: DryRuns) -> None:
-        self.budget_bytes = budget_bytes
-        self.fitting: list[Forecast] = []
-        self.too_large: list[Forecast] = []
-        self._pricing = pricing
-        self._dry_runs = dry_runs
-        self._confirmed: dict[int, Forecast | None] = {}
-
-    def run(self) -> Forecast | None:
-        """Return the chosen forecast; None if no plan fits."""
-        for find in (self._pricing.find_fastest, self._pricing.price_all):
-            find()
-            while fitting := [each for each in self._pricing.priced.priced if self._pricing.fits(each)]:
-                picked = simplest_of_the_fastest(fitting)
-                confirmed = self._confirm(picked)
-                if confirmed is not None and confirmed.fits(self.budget_bytes):
-                    self._divide(picked)
-                    return replace(confirmed, time=picked.time)  # compared times must be from the same method
-                self._pricing.reject(picked)
-                find()
-        self._divide(None)
-        return None
-
-    def _divide(self, picked: Forecast | None) -> None:
-        self.fitting, self.too_large = [], []
-        for each in self._pricing.priced.priced:
-            if each is picked:
-                continue
-            known = self._confirmed.get(id(each), each)
-            if known is not None:
-                (self.fitting if known.fits(self.budget_bytes) else self.too_large).append(known)
-
-    def _confirm(self, picked: Forecast) -> Forecast | None:
-        if picked.method != "dry run" and is_seen_by_dry_run(picked.plan, picked.machine):
-            self._confirmed[id(picked)] = self._dry_run(picked)
-        return self._confirmed.get(id(picked), picked)
-
-    def _dry_run(self, picked: Forecast) -> Forecast | None:
-        priced = self._pricing.priced
-        try:
-            return self._dry_runs.estimate(picked.plan, picked.micro_batch)
-        except RoomierError as error:
-            reason = f"{error.field}: {error.problem}"
-        except Exception as error:
-            priced.failures.append(error)
-            reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
-        priced.refused.append(Considered(picked.plan, picked.micro_batch, None, False, reason))
-        return None
-
-
-def _stage(forecast: Forecast) -> str:
-    return forecast.plan.parallel.strategy
-
-
-def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the simplest of the forecasts that are as fast as the fastest forecast. ``forecasts`` must not be
-    empty."""
-    fastest_s = min(map(time_s, forecasts))
-    tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
-    return min(tied, key=lambda each: (*simplicity(each.plan), time_s(each), each.peak_bytes))
-
-
-def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Return a sort key that increases with the difference between ``plan`` and a plain training step.
-
-    The key contains the least exact label (:class:`Kind`) among the precision, the optimizer and the memory techniques
-    of ``plan``, the number of memory techniques, the degree of sharding, and the number of micro-batches. The labels of
-    the strategy and the micro-batch size do not count, because every plan on several ranks has the label near.
-    """
-    used = used_levers(plan)
-    kinds = [
-        choice_of("precision.mode", plan.precision.mode).kind,
-        *(each.choice(each.value(plan)).kind for each in used),
-    ]
-    if plan.optimizer.name is not None:
-        kinds.append(choice_of("optimizer.name", plan.optimizer.name).kind)
-    offload = plan.offload
-    tiers = (offload.optimizer_states, offload.parameters, offload.activations)
-    num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
-    num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
-    order = list(Kind)
-    worst = max(order.index(kind) for kind in kinds if kind is not None)
-    return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
-
-
 # ---- the considered plans of a Choice --------------------------------------------------------------------------------
 
 
-def _considered(chosen: Forecast | None, search: _Search, priced: Priced) -> tuple[Considered, ...]:
-    fitting = sorted(search.fitting, key=time_s)
-    too_large = sorted(search.too_large, key=lambda each: (bool(each.full_tier), each.peak_bytes))
+def _considered(chosen: Forecast | None, pricing: Pricing) -> tuple[Considered, ...]:
+    budget_bytes = pricing.budget_bytes
+    others = [pricing.confirmed.get(id(each), each) for each in pricing.priced if each is not pricing.picked]
+    fitting = [each for each in others if each is not None and each.fits(budget_bytes)]
+    too_large = [each for each in others if each is not None and not each.fits(budget_bytes)]
+    too_large.sort(key=lambda each: (bool(each.full_tier), each.peak_bytes))
     found: list[Considered] = []
     if chosen is not None:
         found.append(Considered(chosen.plan, chosen.micro_batch, chosen, fits=True))
-        found += (_not_chosen(each, fits=True, reason=_slower(each, chosen)) for each in _few(fitting))
-    found += (_not_chosen(each, fits=False, reason=_too_large(each, search)) for each in _few(too_large))
-    return (*found, *priced.refused, *_unpriced(priced.unpriced))
-
-
-def _not_chosen(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
-    return Considered(forecast.plan, forecast.micro_batch, forecast, fits, reason)
+        for each in _few(sorted(fitting, key=time_s)):
+            found.append(Considered(each.plan, each.micro_batch, each, True, _slower(each, chosen)))
+    for each in _few(too_large):
+        found.append(Considered(each.plan, each.micro_batch, each, False, _too_large(each, budget_bytes)))
+    return (*found, *pricing.refused, *_unpriced(pricing.unpriced))
 
 
 def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
     """Yield a limited number of forecasts from the start of the list, and the first forecast of each strategy."""
     seen: set[str] = set()
     for index, each in enumerate(forecasts):
-        if index < _NUM_KEPT or _stage(each) not in seen:
+        if index < _NUM_KEPT or each.plan.parallel.strategy not in seen:
             yield each
-        seen.add(_stage(each))
+        seen.add(each.plan.parallel.strategy)
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
@@ -271,8 +162,8 @@ def _slower(forecast: Forecast, chosen: Forecast) -> str:
     return "equally fast, but less simple"
 
 
-def _too_large(forecast: Forecast, search: _Search) -> str:
+def _too_large(forecast: Forecast, budget_bytes: int) -> str:
     if forecast.full_tier:
         return f"offloads more than fits in the {forecast.full_tier} of a node"
-    over = forecast.peak_bytes - search.budget_bytes
+    over = forecast.peak_bytes - budget_bytes
     return f"needs {format_bytes(forecast.peak_bytes)}, {format_bytes(over)} over the budget"

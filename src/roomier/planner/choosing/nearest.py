@@ -14,9 +14,9 @@ from roomier.plan.levers import LEVERS
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.choice import Choice, words_of
 from roomier.planner.choosing.candidates import Changes, can_add, changed
-from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
+from roomier.planner.choosing.choose import budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
-from roomier.planner.choosing.pricing import Check, Prices, prices_of
+from roomier.planner.choosing.pricing import ESTIMATE_ERROR, Check, ClosedForms, Prices
 from roomier.planner.deadline import ADVICE_S, Deadline
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
@@ -60,7 +60,7 @@ def no_plan_fits(
     smallest_text = "the smallest plan" if choice.is_complete else "the smallest plan evaluated before the time limit"
     what = f"{smallest_text}, {how}," if is_auto else how
     problem = f"{what} needs {needs} on each rank, but the budget is {budget}"
-    peaks = _Peaks(workload, choice.machine, prices or prices_of(workload, choice.machine), deadline)
+    peaks = _Peaks(workload, choice.machine, prices or ClosedForms(workload, choice.machine), deadline)
     ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, peaks))
     action = "; or ".join([*ways[:1], *(way[0].lower() + way[1:] for way in ways[1:])])
     action = action or "Use a smaller model or a larger device"
@@ -98,21 +98,18 @@ def _ways(
         )
         peaks.ran_out = not found.is_complete
         if found.chosen is not None:
-            yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
+            size = found.chosen.micro_batch
+            batch = "" if size == workload.batch_size else f" with micro-batches of {size} samples"
+            yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{batch}"
             return
         smallest = _smallest(found)
-    allowed = _allowing(peaks, plan, smallest, budget, workload)
-    if allowed is not None:
-        yield allowed
-    smaller = _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None
-    if smaller is not None:
-        yield smaller
-    ranks = _more_ranks(peaks, smallest, budget)
-    if ranks is not None:
-        yield ranks
-    device = _larger_device(peaks, plan, smallest, budget)
-    if device is not None:
-        yield device
+    ways = (
+        _allowing(peaks, plan, smallest, budget, workload),
+        _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None,
+        _more_ranks(peaks, smallest, budget),
+        _larger_device(peaks, plan, smallest, budget),
+    )
+    yield from filter(None, ways)
 
 
 def _smallest(choice: Choice) -> Forecast:
@@ -120,12 +117,6 @@ def _smallest(choice: Choice) -> Forecast:
     such plans are compared."""
     found = (each.forecast for each in choice.considered if each.forecast)
     return min(found, key=lambda each: (bool(each.full_tier), each.peak_bytes))
-
-
-def _with_batch(chosen: Forecast, workload: Workload) -> str:
-    if chosen.micro_batch == workload.batch_size:
-        return ""
-    return f" with micro-batches of {chosen.micro_batch} samples"
 
 
 class _Peaks:
@@ -165,27 +156,26 @@ class _Peaks:
         name = machine.device.name
         try:
             if name not in self._prices:
-                self._prices[name] = prices_of(self._workload, machine)
+                self._prices[name] = ClosedForms(self._workload, machine)
             forecast = self._prices[name].estimate(plan, micro_batch)
             if forecast.fits(int(budget_bytes * (1 + ESTIMATE_ERROR))):
                 forecast = confirm(self._workload.with_batch_size(micro_batch), plan, machine)
             return forecast.peak_bytes
-        except DryRunError as error:
-            self.failures.append(reason_of(error))
-        except RoomierError:
-            return None  # a rejected plan is not an alternative
         except Exception as error:  # the error for the user must be raised in any case
-            self.failures.append(reason_of(error))
-        return None
+            if isinstance(error, DryRunError) or not isinstance(error, RoomierError):
+                self.failures.append(reason_of(error))
+            return None  # a rejected plan is not an alternative
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
     """Return advice to allow the fewest additional options with which a plan fits; None if no such options are found.
     If the number of options is equal, memory techniques are tried first, then precisions, and then optimizers."""
-    levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
-    modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
+    levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in plan.choice.words]
+    modes = [
+        mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in plan.choice.words
+    ]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
-    names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
+    names = [name for name in _SMALL_STATES if has_adam and name not in plan.choice.words]
     possible = [lever for lever in levers if can_add(lever, smallest.plan, workload)]
     axes: list[list[tuple[str, Changes]]] = [[(lever.keyword, {lever.field: lever.on})] for lever in possible]
     axes += [
@@ -200,15 +190,11 @@ def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, worklo
             continue
         peak = peaks.peak_bytes(lean, smallest.micro_batch, budget)
         if peak is not None and peak <= budget:
-            words = [*_words(plan), *(word for word, _ in combination)]
+            words = [*plan.choice.words, *(word for word, _ in combination)]
             settings = {name: value for name, value in _settings_of_auto(plan).items() if name != "allow"}
             strategy = {"name": "auto", **settings, "allow": words}
             return f"Allow more options with strategy={strategy!r}, which needs {format_bytes(peak)}"
     return None
-
-
-def _words(plan: Plan) -> tuple[str, ...]:
-    return plan.choice.words
 
 
 def _settings_of_auto(plan: Plan) -> dict[str, Any]:

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 from roomier.api.module import network_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.plan import Plan
-from roomier.plan.levers import LEVERS
+from roomier.plan.choices import Kind, choice_of
+from roomier.plan.levers import LEVERS, used_levers
+from roomier.plan.parts import OffloadPlan
 from roomier.planner.choice import Considered
-from roomier.planner.choosing.candidates import Candidate
+from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.deadline import Deadline
-from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.dry_runs.confirm import confirm, is_seen_by_dry_run
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
@@ -38,6 +40,10 @@ from roomier.planner.workload import Workload
 TIE = 0.02
 """Relative difference of step times below which plans count as equally fast, because a measurement cannot rank such
 plans."""
+
+ESTIMATE_ERROR = 0.05
+"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is
+verified by a dry run."""
 
 Check = Callable[[Plan], None]
 """Function that raises a RoomierError if the run does not support the given plan."""
@@ -115,160 +121,153 @@ class ClosedForms:
         return forecast
 
 
-@dataclass
-class Priced:
-    """Plans with their forecasts.
-
-    Attributes:
-        priced: forecasts, in the order in which they were computed.
-        refused: plans that rules or the build reject.
-        unpriced: plans that were not evaluated, with the reason for each plan.
-        errors: errors of plans that were rejected for reasons other than a rule of Plan, in order of occurrence.
-        failures: exceptions of dry runs that are not rejections of a plan.
-    """
-
-    priced: list[Forecast] = field(default_factory=list)
-    refused: list[Considered] = field(default_factory=list)
-    unpriced: list[Considered] = field(default_factory=list)
-    errors: list[RoomierError] = field(default_factory=list)
-    failures: list[Exception] = field(default_factory=list)
-
-
-def prices_of(workload: Workload, machine: Machine) -> Prices:
-    """Return the source of closed-form forecasts for ``workload`` on ``machine``."""
-    return ClosedForms(workload, machine)
-
-
 class Pricing:
-    """Sequential evaluation of candidates; see [Note: plans that are not evaluated].
+    """Search for the fastest plan that fits. Candidates are evaluated one after the other; see [Note: plans that are
+    not evaluated]. The search verifies the fastest plan by a dry run, and continues with the next plan if the verified
+    plan does not fit.
 
     Args:
-        found: all candidates. For each strategy, plans without techniques come first. For each set of techniques, full
-            micro-batches come first.
-        prices: source of forecasts.
+        workload: workload with any batch size.
+        machine: machine to plan for.
+        prices: source of forecasts; None uses closed-form forecasts.
         check: additional rule of the run; None if there is no such rule.
         budget_bytes: memory that a device may use.
         deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. The
             deadline has no effect until one candidate has a forecast.
 
     Attributes:
-        priced: results so far.
+        priced: forecasts, in the order in which they were computed.
+        picked: forecast of the chosen plan, which is one of ``priced``; None if no plan fits.
+        confirmed: results of dry runs by the id of the forecast in ``priced``; None if a dry run failed.
+        refused: plans that rules or the build reject.
+        unpriced: plans that were not evaluated, with the reason for each plan.
+        errors: errors of plans that were rejected for reasons other than a rule of Plan, in order of occurrence.
+        failures: exceptions of dry runs that are not rejections of a plan.
         ran_out: whether a candidate was skipped because of the deadline.
     """
 
     def __init__(
         self,
-        found: Sequence[Candidate],
-        prices: Prices,
+        workload: Workload,
+        machine: Machine,
+        prices: Prices | None,
         check: Check | None,
         *,
-        budget_bytes: float,
+        budget_bytes: int,
         deadline: Deadline,
     ) -> None:
-        self.priced = Priced()
-        self._prices = prices
-        self._check = check
-        self._budget_bytes = budget_bytes
-        self._deadline = deadline
+        self.budget_bytes = budget_bytes
+        self.priced: list[Forecast] = []
+        self.picked: Forecast | None = None
+        self.confirmed: dict[int, Forecast | None] = {}
+        self.refused: list[Considered] = []
+        self.unpriced: list[Considered] = []
+        self.errors: list[RoomierError] = []
+        self.failures: list[Exception] = []
         self.ran_out = False
+        self._prices = prices or ClosedForms(workload, machine)
+        self._dry_runs = DryRuns(workload, machine)
+        self._check = check or (lambda plan: None)
+        self._deadline = deadline
         self._known: dict[int, Forecast | None] = {}
         self._too_large: set[int] = set()
-        self._rows: dict[Hashable, dict[Hashable, list[Candidate]]] = {}
-        self.add(found)
+        self._rows: dict[Hashable, dict[Hashable, list[Considered]]] = {}
 
-    def add(self, found: Sequence[Candidate]) -> None:
-        """Add candidates, in the same order as in the constructor."""
+    def add(self, found: Sequence[Considered]) -> None:
+        """Add candidates. For each strategy, plans without techniques come first. For each set of techniques, full
+        micro-batches come first."""
         for each in found:
-            if each.refusal:
-                self.priced.refused.append(Considered(each.plan, each.micro_batch, None, False, each.refusal))
+            if each.reason:
+                self.refused.append(each)
             else:
                 rows = self._rows.setdefault(_stage(each.plan), {})
                 rows.setdefault(_levers(each.plan), []).append(each)
 
+    def run(self) -> Forecast | None:
+        """Return the chosen forecast; None if no plan fits."""
+        for find in (self.find_fastest, self.price_all):
+            find()
+            while fitting := [each for each in self.priced if self._fits(each)]:
+                self.picked = simplest_of_the_fastest(fitting)
+                confirmed = self._confirm(self.picked)
+                if confirmed is not None and confirmed.fits(self.budget_bytes):
+                    return replace(confirmed, time=self.picked.time)  # compared times must be from the same method
+                self._too_large.add(id(self.picked))
+                find()
+        self.picked = None
+        return None
+
     @property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Considered]:
         """Candidates that no rule rejects."""
         return [each for rows in self._rows.values() for row in rows.values() for each in row]
 
     def find_fastest(self) -> None:
         """Evaluate the candidates that could be the fastest plan that fits."""
-        self.priced.unpriced.clear()
+        # A rejected plan may be valid with other techniques.
         plain_s = {stage: self._time_s(next(iter(rows.values()))[0]) for stage, rows in self._rows.items()}
         for stage, rows in sorted(self._rows.items(), key=lambda item: plain_s[item[0]]):
-            for row in rows.values():
-                if self._best_s() <= plain_s[stage] * (1 + TIE):
+            for first, *others in rows.values():
+                best_s = min((time_s(each) for each in self.priced if self._fits(each)), default=math.inf)
+                if best_s <= plain_s[stage] * (1 + TIE):
                     break
-                self._price_row(row)
-        self._add_unpriced("not faster than the chosen plan; it only saves memory that is not needed")
-
-    def fits(self, forecast: Forecast) -> bool:
-        """Return whether the plan of ``forecast`` fits according to the results so far."""
-        return id(forecast) not in self._too_large and forecast.fits(int(self._budget_bytes))
-
-    def reject(self, forecast: Forecast) -> None:
-        """Record that a dry run did not confirm that the plan of ``forecast`` fits."""
-        self._too_large.add(id(forecast))
+                if not self._fits(self._price(first)) and others and self._fits(self._price(others[-1])):
+                    next((each for each in others[:-1] if self._fits(self._price(each))), None)
+        reason = "not faster than the chosen plan; it only saves memory that is not needed"
+        if self.ran_out:
+            reason = f"not evaluated before the time limit. {self._deadline.longer}"
+        self.unpriced = [
+            replace(each, reason=reason, is_left_out=True) for each in self.candidates if id(each) not in self._known
+        ]
 
     def price_all(self) -> None:
         """Evaluate all other candidates."""
-        self.priced.unpriced.clear()
+        self.unpriced = []
         for each in self.candidates:
             self._price(each)
 
-    def _price_row(self, row: Sequence[Candidate]) -> None:
-        first, *others = row
-        if self._fits(first) or not others:
-            return
-        if self._fits(others[-1]):
-            next((each for each in others[:-1] if self._fits(each)), None)
+    def _fits(self, forecast: Forecast | None) -> bool:
+        """Return whether the plan of ``forecast`` fits according to the results so far."""
+        return (
+            forecast is not None
+            and id(forecast) not in self._too_large
+            and forecast.fits(int(self.budget_bytes * (1 + ESTIMATE_ERROR)))
+        )
 
-    def _best_s(self) -> float:
-        return min((time_s(each) for each in self.priced.priced if self.fits(each)), default=math.inf)
-
-    def _fits(self, candidate: Candidate) -> bool:
+    def _time_s(self, candidate: Considered) -> float:
         forecast = self._price(candidate)
-        return forecast is not None and self.fits(forecast)
+        return 0.0 if forecast is None else time_s(forecast)
 
-    def _time_s(self, candidate: Candidate) -> float:
-        forecast = self._price(candidate)
-        return 0.0 if forecast is None else time_s(forecast)  # a rejected plan may be valid with other techniques
-
-    def _price(self, candidate: Candidate) -> Forecast | None:
+    def _price(self, candidate: Considered) -> Forecast | None:
         key = id(candidate)
         if key not in self._known:
-            self.ran_out = self.ran_out or (bool(self.priced.priced) and self._deadline.is_over)
+            self.ran_out = self.ran_out or (bool(self.priced) and self._deadline.is_over)
             if self.ran_out:
                 return None
-            self._known[key] = self._price_one(candidate)
+            self._known[key] = forecast = self._forecast(self._prices, candidate.plan, candidate.micro_batch)
+            if forecast is not None:
+                self.priced.append(forecast)
         return self._known[key]
 
-    def _price_one(self, each: Candidate) -> Forecast | None:
+    def _confirm(self, picked: Forecast) -> Forecast | None:
+        if picked.method != "dry run" and is_seen_by_dry_run(picked.plan, picked.machine):
+            self.confirmed[id(picked)] = self._forecast(self._dry_runs, picked.plan, picked.micro_batch)
+        return self.confirmed.get(id(picked), picked)
+
+    def _forecast(self, prices: Prices, plan: Plan, micro_batch: int) -> Forecast | None:
+        """Return the forecast; None if the plan is rejected, which is recorded once per strategy and reason."""
         try:
-            if self._check is not None:
-                self._check(each.plan)
-            forecast = self._prices.estimate(each.plan, each.micro_batch)
+            self._check(plan)
+            return prices.estimate(plan, micro_batch)
         except RoomierError as error:
-            self.priced.errors.append(error)
+            self.errors.append(error)
             reason = f"{error.field}: {error.problem}"
         except Exception as error:  # user code in a dry run can raise any exception
-            self.priced.failures.append(error)
+            self.failures.append(error)
             reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
-        else:
-            self.priced.priced.append(forecast)
-            return forecast
-        same = (each.plan.parallel.strategy, reason)
-        if same not in {(one.plan.parallel.strategy, one.reason) for one in self.priced.refused}:
-            self.priced.refused.append(Considered(each.plan, each.micro_batch, None, False, reason))
+        if (plan.parallel.strategy, reason) not in {(one.plan.parallel.strategy, one.reason) for one in self.refused}:
+            self.refused.append(Considered(plan, micro_batch, reason=reason))
         return None
-
-    def _add_unpriced(self, reason: str) -> None:
-        if self.ran_out:
-            reason = f"not evaluated before the time limit. {self._deadline.longer}"
-        self.priced.unpriced += [
-            Considered(each.plan, each.micro_batch, None, False, reason, is_left_out=True)
-            for each in self.candidates
-            if id(each) not in self._known
-        ]
 
 
 def time_s(forecast: Forecast) -> float:
@@ -283,3 +282,34 @@ def _stage(plan: Plan) -> Hashable:
 
 def _levers(plan: Plan) -> Hashable:
     return plan.activation, plan.offload, *(lever.value(plan) for lever in LEVERS)
+
+
+def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
+    """Return the simplest of the forecasts that are as fast as the fastest forecast. ``forecasts`` must not be
+    empty."""
+    fastest_s = min(map(time_s, forecasts))
+    tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
+    return min(tied, key=lambda each: (*simplicity(each.plan), time_s(each), each.peak_bytes))
+
+
+def simplicity(plan: Plan) -> tuple[int, ...]:
+    """Return a sort key that increases with the difference between ``plan`` and a plain training step.
+
+    The key contains the least exact label (:class:`Kind`) among the precision, the optimizer and the memory techniques
+    of ``plan``, the number of memory techniques, the degree of sharding, and the number of micro-batches. The labels of
+    the strategy and the micro-batch size do not count, because every plan on several ranks has the label near.
+    """
+    used = used_levers(plan)
+    kinds = [
+        choice_of("precision.mode", plan.precision.mode).kind,
+        *(each.choice(each.value(plan)).kind for each in used),
+    ]
+    if plan.optimizer.name is not None:
+        kinds.append(choice_of("optimizer.name", plan.optimizer.name).kind)
+    offload = plan.offload
+    tiers = (offload.optimizer_states, offload.parameters, offload.activations)
+    num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
+    num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
+    order = list(Kind)
+    worst = max(order.index(kind) for kind in kinds if kind is not None)
+    return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches

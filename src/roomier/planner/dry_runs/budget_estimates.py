@@ -4,6 +4,7 @@ times from a performance model."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,7 @@ from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device
 from roomier.planner.memory.tracker import MemoryTracker
-from roomier.planner.timing.compute_time import recomputation_s
+from roomier.planner.timing.compute_time import recomputation_ns
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.live_bytes import CountedBytes, LiveBytes
 
@@ -27,18 +28,7 @@ TYPICAL_DEVICE = Device(
 recomputations that save different numbers of bytes. The values are assumptions."""
 
 
-def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> int:
-    """Return the nanoseconds per step that the recomputation of a block adds.
-
-    Args:
-        forward: work of the block's forward pass over all micro-batches.
-        keep: activations that the block saves.
-        plan: plan that contains the number of micro-batches.
-        device: device on which the model runs.
-    """
-    return round(1e9 * recomputation_s(forward, keep, plan, device))
-
-
+@dataclass(frozen=True)
 class DryEstimates:
     """Implementation of :class:`roomier.techniques.activation.budget.Estimates` for a dry run.
 
@@ -53,30 +43,21 @@ class DryEstimates:
             update.
     """
 
-    def __init__(
-        self,
-        tracker: MemoryTracker,
-        work: Mapping[WorkKey, Work],
-        blocks: Sequence[str],
-        plan: Plan,
-        device: Device,
-        like: str,
-    ) -> None:
-        self._tracker = tracker
-        self._work = work
-        self._blocks = blocks
-        self._plan = plan
-        self._device = device
-        self._like = like
+    tracker: MemoryTracker
+    work: Mapping[WorkKey, Work]
+    blocks: Sequence[str]
+    plan: Plan
+    device: Device
+    like: str
 
     def live_bytes(self) -> LiveBytes:
         """Return an object that measures the bytes in use."""
-        return CountedBytes(torch.device("cpu")) if self._like == "cpu" else TrackedBytes(self._tracker)
+        return CountedBytes(torch.device("cpu")) if self.like == "cpu" else TrackedBytes(self.tracker)
 
     def lost_ns(self, block: int, keep: Keep) -> int:
         """Return the time that the recomputation of a block adds to a step, in nanoseconds."""
-        forward = self._work.get(("forward", self._blocks[block]), Work())
-        return recomputation_ns(forward, keep, self._plan, self._device)
+        forward = self.work.get(("forward", self.blocks[block]), Work())
+        return recomputation_ns(forward, keep, self.plan, self.device)
 
 
 class TrackedBytes(LiveBytes):

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 from roomier.plan import Plan
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
-from roomier.planner.dry_runs.within_budget import remark_of
 from roomier.planner.forecast import Forecast
-from roomier.planner.formula.estimate import Estimator
-from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
-from roomier.planner.formula.moved import leave_device
+from roomier.planner.formula.estimate import Estimator, leave_device
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 
 
@@ -43,21 +39,8 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     Raises:
         RoomierError: ``build`` rejects the plan.
     """
+    estimator, device = Estimator(workload, machine), machine.device
     if not is_seen_by_dry_run(plan, machine):
-        return Estimator(workload, machine).estimate(plan, workload.batch_size)
-    device = machine.device
+        return estimator.estimate(plan, workload.batch_size)
     run = dry_run_by_depth(workload, plan, is_pairwise=device.kind == "cpu", like=device.kind, device=device)
-    if plan.offload.optimizer_states != "none":
-        return Estimator(workload, machine).with_states_away(plan, run, workload.batch_size)
-    intervals = workload.calibrated(run.intervals, plan)
-    return Forecast(
-        plan=plan,
-        machine=machine,
-        micro_batch=workload.batch_size,
-        method="dry run",
-        timeline=intervals,
-        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in intervals)),
-        host_bytes=compiler_bytes(plan, workload.num_parameters),
-        time=step_time(workload, plan, machine, run.work, chosen=run.keeps),
-        remark=remark_of(run.keeps),
-    )
+    return estimator.of_dry_run(plan, run, workload.batch_size)

@@ -112,6 +112,8 @@ def dry_run(
     plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"), offload=offload)
     local_size = plan.parallel.devices
     world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
+    # The engine moves only one micro-batch at a time to a device with separate memory.
+    micro_batches = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
     with fake_world(world, is_pairwise=is_pairwise, like=like) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, cpu).weight_dtype)
         engine, _ = build(
@@ -125,18 +127,11 @@ def dry_run(
             engine,
             module,
             _copies(engine, [each for each in workload.copies if each.is_on(like)]),
-            lambda: _micro_batches(workload, plan, like),
+            lambda: list(micro_batches) if like == "cpu" else micro_batches,
             plan,
             device,
             like,
         )
-
-
-def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
-    """Return the micro-batches of a step. The engine moves only one micro-batch at a time to a device with separate
-    memory."""
-    one_by_one = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
-    return list(one_by_one) if like == "cpu" else one_by_one
 
 
 class _OneByOne(Sequence[Any]):

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import nn
@@ -27,6 +28,7 @@ from roomier.planner.fake.user_code import reason_of
 from roomier.planner.workload import Workload
 from roomier.techniques.parallel.shard import closed_blocks
 
+T = TypeVar("T", bound=Any)  # an interval or an execution, which have a phase and a place
 _LONGEST_TURN = 8
 _reported: WeakSet[nn.Module] = WeakSet()
 _PLAIN = (bool, str, float, complex, type(None), bytes)
@@ -57,9 +59,9 @@ class Repeat:
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
     """Return the rows of equal blocks that have at least ``least`` periods and that ``plan`` treats identically."""
-    policy = POLICIES[plan.activation.policy]
-    may_differ = plan.activation.policy == "budget" or isinstance(policy, ImportedChoice)
-    if may_differ or _names_a_block(plan):
+    policy, names = POLICIES[plan.activation.policy], plan.adapter.lora_targets + plan.adapter.lora_trained
+    names_a_block = plan.adapter.lora_rank is not None and any(each.isdigit() for each in names)
+    if plan.activation.policy == "budget" or isinstance(policy, ImportedChoice) or names_a_block:
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
     network = network_of(workload.module)
@@ -95,10 +97,13 @@ class Shallow:
     Attributes:
         module: copy that shares all modules with the original, except the containers of the blocks.
         positions: map from each container to the positions of its children in the original model.
+        middle: map from the blocks in the middle of a row, by their names in the original model, to the number of their
+            row. The retained periods at both ends of a row are not in the middle.
     """
 
     module: Module
     positions: Mapping[str, Sequence[int]]
+    middle: Mapping[str, int]
 
     def place_in_model(self, place: str) -> str:
         """Return the original model's name for the part that has the name ``place`` in this copy."""
@@ -108,6 +113,24 @@ class Shallow:
             if place.startswith(prefix) and number.isdigit():
                 return prefix + ".".join([str(positions[int(number)]), *rest])
         return place
+
+    def visits(self, parts: Sequence[T]) -> list[tuple[int | None, list[T]]]:
+        """Group consecutive parts of a step in this copy, and replace their places by the names in the original model.
+
+        Returns:
+            Pairs of a row and the parts of one visit to middle blocks of this row. For parts outside the middle blocks,
+            the row is None. A part without a name belongs to the previous block.
+        """
+        found: list[tuple[tuple[int | None, str], T]] = []
+        row, phase = None, ""
+        for each in parts:
+            part = replace(each, place=self.place_in_model(each.place))
+            if part.place or part.phase != phase:
+                row = self.middle.get(part.place)
+            phase = part.phase
+            found.append(((row, phase if row is not None else ""), part))
+        groups = groupby(found, lambda each: each[0])
+        return [(row, [part for _, part in group]) for (row, _), group in groups]
 
 
 def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int], *, num_last: int = 1) -> Shallow:
@@ -138,12 +161,13 @@ def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int
         )
     copied = _copied_around(module, cut)
     represent_larger(network_of(copied), num_elements_of(network))
-    return Shallow(copied, positions)
-
-
-def _names_a_block(plan: Plan) -> bool:
-    names = plan.adapter.lora_targets + plan.adapter.lora_trained
-    return plan.adapter.lora_rank is not None and any(each.isdigit() for each in names)
+    middle = {
+        place: row
+        for row, (repeat, count) in enumerate(zip(repeats, counts, strict=True))
+        for period in range(num_last, count - num_last)
+        for place in repeat.places(period)
+    }
+    return Shallow(copied, positions, middle)
 
 
 @dataclass(frozen=True)

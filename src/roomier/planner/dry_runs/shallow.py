@@ -17,22 +17,21 @@ inconsistent with the difference between the timelines, the full model is traced
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 
 from roomier.api.module import network_of
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
-from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns
+from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE
 from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.fake.user_code import UnexpectedStepError
 from roomier.planner.hardware.machine import Device
-from roomier.planner.memory.kinds import Interval, Kind, NumBytes
+from roomier.planner.memory.kinds import Interval, NumBytes, added
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import BudgetTooSmallError
@@ -82,24 +81,15 @@ def dry_run_by_depth(
                 keep: _from_shallow_copies(workload, repeats, partial(run, given=given))
                 for keep, given in uniform.items()
             }
-            return _chosen(workload, plan, runs, device)
+            if plan.activation.policy != "budget":
+                return runs[Keep.ALL]
+            blocks = {name for name, each in network_of(workload.module).named_modules() if each in workload.blocks}
+            return within_budget(plan, runs, blocks, device)
         except (PlanError, BudgetTooSmallError):
             raise
         except Exception as error:  # a model with fewer blocks than it was constructed with can raise any exception
             report_full_trace(workload.module, repeats, error)
     return run(workload)
-
-
-def _chosen(workload: Workload, plan: Plan, runs: Mapping[Keep, DryRun], device: Device) -> DryRun:
-    if plan.activation.policy != "budget":
-        return runs[Keep.ALL]
-    names = {module: name for name, module in network_of(workload.module).named_modules()}
-
-    def lost_ns(place: str, keep: Keep) -> int:
-        forward = runs[Keep.ALL].work.get(("forward", place), Work())
-        return recomputation_ns(forward, keep, plan, device)
-
-    return within_budget(plan.activation, runs, {names[each] for each in workload.blocks}, lost_ns)
 
 
 def _saves(repeats: Sequence[Repeat]) -> bool:
@@ -112,7 +102,7 @@ def _saves(repeats: Sequence[Repeat]) -> bool:
 def _from_shallow_copies(workload: Workload, repeats: list[Repeat], trace: Callable[[Workload], DryRun]) -> DryRun:
     def at(*counts: int) -> _Timeline:
         shallow = shallow_copy(workload.module, repeats, counts, num_last=_NUM_LAST)
-        return _Timeline(trace(replace(workload, module=shallow.module)), shallow, repeats)
+        return _Timeline(trace(replace(workload, module=shallow.module)), shallow)
 
     counts = [_NUM_TRACED] * len(repeats)
     base = at(*counts)
@@ -133,35 +123,10 @@ class _Timeline:
         intervals: all intervals, in execution order.
     """
 
-    def __init__(self, run: DryRun, shallow: Shallow, repeats: Sequence[Repeat]) -> None:
-        middle = {place: row for row, repeat in enumerate(repeats) for place in repeat.places(_NUM_FIRST)}
+    def __init__(self, run: DryRun, shallow: Shallow) -> None:
         self.work = {(phase, shallow.place_in_model(place)): each for (phase, place), each in run.work.items()}
-        found: list[tuple[int | None, Interval]] = []
-        row = None
-        for each in run.intervals:
-            interval = replace(each, place=shallow.place_in_model(each.place))
-            if interval.place or each.phase == "update":  # an interval without a name belongs to the previous block
-                row = middle.get(interval.place)
-            found.append((row, interval))
-        self.visits = [(row, [each for _, each in group]) for row, group in groupby(found, lambda each: each[0])]
-        self.intervals = [each for _, each in found]
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """Bytes by kind that are added at the start, the peak and the end of an interval."""
-
-    begin: NumBytes
-    peak: NumBytes
-    end: NumBytes
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """The intervals of a middle period, and the growth in bytes from its start to its end."""
-
-    intervals: list[Interval]
-    growth: NumBytes
+        self.visits = shallow.visits(run.intervals)
+        self.intervals = [each for _, group in self.visits for each in group]
 
 
 class _Row:
@@ -170,8 +135,9 @@ class _Row:
     Attributes:
         repeat: the row of equal blocks.
         num_more: number of periods of the model that were not traced.
-        by_depth: for each interval of the base timeline, the bytes that an additional period adds.
-        visits: visits to the additional period, by the index of the base interval that follows the visit.
+        by_depth: for each interval of the base timeline, the bytes that an additional period adds at its start, its
+            peak and its end.
+        visits: intervals of the visits to the additional period, by the index of the base interval that follows.
         work: work that an additional period causes outside its blocks.
         own_work: work of the blocks in the period.
     """
@@ -179,12 +145,11 @@ class _Row:
     def __init__(self, number: int, repeat: Repeat, base: _Timeline, deeper: _Timeline) -> None:
         self.repeat = repeat
         self.num_more = repeat.count - _NUM_TRACED
-        self.by_depth: list[_Growth] = []
-        self.visits: dict[int, _Visit] = {}
+        self.by_depth: list[list[NumBytes]] = []
+        self.visits: dict[int, list[Interval]] = {}
         for row, intervals in deeper.visits:
             if row == number:
-                growth = _sum(intervals[-1].end, intervals[0].begin, -1)
-                self.visits[len(self.by_depth)] = _Visit(intervals, growth)
+                self.visits[len(self.by_depth)] = intervals
             else:
                 self._align(base, intervals)
         if len(self.by_depth) != len(base.intervals):
@@ -192,7 +157,7 @@ class _Row:
         for index, visit in self.visits.items():
             # For any number of periods, the bytes at the end of the last visit must equal the bytes at the start of the
             # next interval.
-            if _sum(self.by_depth[index - 1].end, visit.growth, 1) != self.by_depth[index].begin:
+            if added(self.by_depth[index - 1][2], _growth(visit)) != self.by_depth[index][0]:
                 raise _IsNotLinear
         own = set(repeat.places(_NUM_FIRST))
         parts = {part for part in {*base.work, *deeper.work} if part[1] not in own}
@@ -207,8 +172,8 @@ class _Row:
             before = base.intervals[index]
             if (before.phase, before.place) != (interval.phase, interval.place):
                 raise _IsNotLinear
-            changes = (_sum(getattr(interval, moment), getattr(before, moment), -1) for moment in _MOMENTS)
-            self.by_depth.append(_Growth(*changes))
+            moments = zip(interval.moments, before.moments, strict=True)
+            self.by_depth.append([added(now, then, -1) for now, then in moments])
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
         """Return True if the periods of the row are visited in ascending order before interval ``index`` of the base,
@@ -221,11 +186,9 @@ class _Row:
         raise _IsNotLinear
 
 
-_MOMENTS = ("begin", "peak", "end")
-
-
-def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> NumBytes:
-    return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}
+def _growth(visit: Sequence[Interval]) -> NumBytes:
+    """Return the growth in bytes from the start to the end of a visit."""
+    return added(visit[-1].end, visit[0].begin, -1)
 
 
 def _intervals(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Interval]:
@@ -233,35 +196,34 @@ def _intervals(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Interval]:
         for row in rows:
             if index in row.visits:
                 yield from _visits(base, rows, row, index)
-        added = [[(getattr(row.by_depth[index], moment), row.num_more) for row in rows] for moment in _MOMENTS]
-        yield _raised(interval, interval.place, added)
+        changes = [[(row.by_depth[index][moment], row.num_more) for row in rows] for moment in range(3)]
+        yield _raised(interval, interval.place, changes)
 
 
 def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Interval]:
     visit, goes_up = row.visits[index], row.goes_up(base, index)
     # Memory that the other rows and the other added periods of this row hold. This memory is the same during all
     # visits.
-    depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
+    depth = [(each.by_depth[index - 1][2], each.num_more - (each is row)) for each in rows]
     names = row.repeat.places(_NUM_FIRST)
     for number in range(row.num_more):
         period = _NUM_FIRST + (number if goes_up else row.num_more - 1 - number)
         places = dict(zip(names, row.repeat.places(period), strict=True))
-        for interval in visit.intervals:
-            yield _raised(interval, places.get(interval.place, ""), [[*depth, (visit.growth, number)]] * len(_MOMENTS))
+        for interval in visit:
+            yield _raised(interval, places.get(interval.place, ""), [[*depth, (_growth(visit), number)]] * 3)
 
 
-def _raised(interval: Interval, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Interval:
+def _raised(interval: Interval, place: str, more: Sequence[Sequence[tuple[NumBytes, int]]]) -> Interval:
     """Return ``interval`` for the part ``place``, with additional bytes.
 
     Args:
-        added: for the start, the peak and the end of the interval, pairs of bytes by kind and the factor by which these
+        more: for the start, the peak and the end of the interval, pairs of bytes by kind and the factor by which these
             bytes are multiplied.
     """
     found = []
-    for moment, changes in zip(_MOMENTS, added, strict=True):
-        num_bytes: NumBytes = dict(getattr(interval, moment))
+    for num_bytes, changes in zip(interval.moments, more, strict=True):
         for change, times in changes:
-            num_bytes = _sum(num_bytes, change, times)
+            num_bytes = added(num_bytes, change, times)
         if min(num_bytes.values()) < 0:
             raise _IsNotLinear
         found.append(num_bytes)

@@ -19,10 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from roomier.plan import ActivationPlan
+from roomier.plan import ActivationPlan, Plan
 from roomier.planner.dry_runs.dry_run import DryRun
+from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.user_code import UnexpectedStepError
-from roomier.planner.memory.kinds import Interval, Kind, NumBytes, total_bytes
+from roomier.planner.hardware.machine import Device
+from roomier.planner.memory.kinds import Interval, Kind, NumBytes, added, total_bytes
+from roomier.planner.timing.compute_time import recomputation_ns
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import budget_bytes_of, too_small
 from roomier.techniques.activation.budget_choice import SavingOption, Stage, choose, least_peak_bytes
@@ -36,7 +39,6 @@ UNIFORM = {
 """Settings with which all blocks save the same activations."""
 
 _OUTSIDE = ("", "")
-LostNs = Callable[[str, Keep], int]
 
 
 _NAMES = {
@@ -64,16 +66,14 @@ class NotNestedError(UnexpectedStepError):
         return "runs its blocks in an order for which no activation budget can be computed"
 
 
-def within_budget(
-    activation: ActivationPlan, runs: Mapping[Keep, DryRun], blocks: Collection[str], lost_ns: LostNs
-) -> DryRun:
+def within_budget(plan: Plan, runs: Mapping[Keep, DryRun], blocks: Collection[str], device: Device) -> DryRun:
     """Return the step in which each block saves the activations that a run chooses for the budget.
 
     Args:
-        activation: settings that contain a budget.
+        plan: plan with an activation budget.
         runs: the steps with the settings of :data:`UNIFORM`.
         blocks: names of the blocks.
-        lost_ns: function that returns the nanoseconds per step that the recomputation of a block adds.
+        device: device whose speed determines the time of recomputation.
 
     Raises:
         BudgetTooSmallError: the peak exceeds the budget even if the blocks save only their inputs.
@@ -85,21 +85,25 @@ def within_budget(
         raise NotNestedError
     order, alive = base.order, base.num_alive
     more = {keep: _more_bytes(each, base) for keep, each in steps.items()}
+
+    def lost_ns(place: str, keep: Keep) -> int:
+        return recomputation_ns(runs[Keep.ALL].work.get(("forward", place), Work()), keep, plan, device)
+
     stages = _stages(steps, more, lost_ns)
-    budget_bytes = budget_bytes_of(activation, stages)
+    budget_bytes = budget_bytes_of(plan.activation, stages)
     choice = choose(stages, budget_bytes)
     if choice is None:
         raise too_small(budget_bytes, least_peak_bytes(stages))
     keeps = dict(zip(order, (KEEPS[index] for index in choice[1:]), strict=True))
-    added: list[NumBytes] = [dict.fromkeys(Kind, 0)]  # added[k]: bytes that the first k blocks add
+    more_by: list[NumBytes] = [dict.fromkeys(Kind, 0)]  # more_by[k]: bytes that the first k blocks add
     for number, keep in enumerate(keeps.values()):
-        own = _sum(more[keep][number + 1], more[keep][number], -1)
-        added.append(_sum(added[-1], own, 1))
+        own = added(more[keep][number + 1], more[keep][number], -1)
+        more_by.append(added(more_by[-1], own))
     intervals: list[Interval] = []
     for index, ((_, place), num_before) in enumerate(zip(base.keys, alive, strict=True)):
         keep = keeps.get(place, Keep.INPUT)
-        change = _sum(added[num_before], more[keep][num_before], -1) if place else added[num_before]
-        intervals += (_raised(each, change) for each in steps[keep].parts[index])
+        change = added(more_by[num_before], more[keep][num_before], -1) if place else more_by[num_before]
+        intervals += (each.plus(change, change, change) for each in steps[keep].parts[index])
     work = {part: runs[keeps.get(part[1], Keep.INPUT)].work.get(part) for run in runs.values() for part in run.work}
     return DryRun(tuple(intervals), {part: each for part, each in work.items() if each is not None}, keeps)
 
@@ -120,7 +124,9 @@ class _Sections:
         needed = {each.place for each in intervals if each.phase == "backward" and each.place in blocks}
         self.keys = [_OUTSIDE]
         self.parts: list[list[Interval]] = [[]]
-        for key, group in groupby(intervals, lambda each: _key_of(each, needed)):
+        for key, group in groupby(
+            intervals, lambda each: (each.phase, each.place) if each.place in needed else _OUTSIDE
+        ):
             if key == _OUTSIDE:
                 self.parts[-1] += group
             else:
@@ -141,21 +147,17 @@ class _Sections:
             raise NotNestedError
 
 
-def _key_of(interval: Interval, blocks: Collection[str]) -> tuple[str, str]:
-    return (interval.phase, interval.place) if interval.place in blocks else _OUTSIDE
-
-
 def _more_bytes(step: _Sections, base: _Sections) -> list[NumBytes]:
     """Return the bytes that the first k blocks save in ``step`` in addition to ``base``, for each k."""
     found: list[NumBytes] = [dict.fromkeys(Kind, 0)]
     for index, (phase, _) in enumerate(base.keys):
         if phase == "forward" and base.num_alive[index] == len(found) - 1:  # in the first micro-batch
-            found.append(_sum(step.parts[index][-1].end, base.parts[index][-1].end, -1))
+            found.append(added(step.parts[index][-1].end, base.parts[index][-1].end, -1))
     return found
 
 
 def _stages(
-    steps: Mapping[Keep, _Sections], more: Mapping[Keep, Sequence[NumBytes]], lost_ns: LostNs
+    steps: Mapping[Keep, _Sections], more: Mapping[Keep, Sequence[NumBytes]], lost_ns: Callable[[str, Keep], int]
 ) -> Sequence[Stage]:
     base = steps[Keep.INPUT]
     outside = [0] * (len(base.order) + 1)
@@ -183,12 +185,3 @@ def _stages(
 
 def _peak_bytes(intervals: Sequence[Interval]) -> int:
     return max((each.peak_bytes for each in intervals), default=0)
-
-
-def _raised(interval: Interval, change: NumBytes) -> Interval:
-    moments = (_sum(moment, change, 1) for moment in (interval.begin, interval.peak, interval.end))
-    return Interval(interval.phase, interval.place, *moments)
-
-
-def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> NumBytes:
-    return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}

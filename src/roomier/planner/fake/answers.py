@@ -39,14 +39,6 @@ class Answers:
         return result
 
 
-def _value(func: Any, args: Any, kwargs: Any) -> bool | int | float:
-    return known_values.number_of(args[0])
-
-
-def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    return bool(args[0].shape == args[1].shape)
-
-
 def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     with torch_private.without_interception():
@@ -196,9 +188,9 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 _NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
 _ANSWERS: dict[Any, Answer] = {
-    torch_fake.READS_VALUE: _value,
+    torch_fake.READS_VALUE: lambda func, args, kwargs: known_values.number_of(args[0]),
     torch_fake.UNSCALES: _unscale,
-    aten.equal.default: _equal,
+    aten.equal.default: lambda func, args, kwargs: bool(args[0].shape == args[1].shape),
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,

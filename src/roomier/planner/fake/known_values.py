@@ -28,52 +28,17 @@ from roomier.core import torch_fake, torch_private
 _VALUE = "_roomier_value"  # attribute of a fake tensor: a real tensor of its shape
 _MAX_ELEMENTS = 2**20  # values of larger tensors are not computed
 _WHOLE = frozenset((torch.bool, torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8))
-_FACTORIES = (
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_SUMMED = (
-    "sum",
-    "any",
-    "all",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "prod",
-    "cumsum",
-    "sort",
-    "argsort",
-    "count_nonzero",
-    "diff",
-)
-_MOVED = ("cat", "stack", "index", "gather", "index_select", "flip", "repeat", "roll", "unfold", "constant_pad_nd")
-_WRITTEN = (
-    "scatter",
-    "scatter_",
-    "scatter_add",
-    "scatter_add_",
-    "masked_fill",
-    "masked_fill_",
-    "copy_",
-    "fill_",
-    "zero_",
-)
-_OTHERS = ("index_put", "index_put_", "lift_fresh", "lift_fresh_copy", "_to_copy", "clone", "where", "tril", "triu")
-_SEARCHED = ("floor_divide", "searchsorted", "bucketize", "isin", "argmax", "argmin", "_unsafe_view")
+_CREATED = "arange zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like"
+_SUMMED = "sum any all max min amax amin prod cumsum sort argsort count_nonzero diff"
+_MOVED = "cat stack index gather index_select flip repeat roll unfold constant_pad_nd"
+_WRITTEN = "scatter scatter_ scatter_add scatter_add_ masked_fill masked_fill_ copy_ fill_ zero_ index_put index_put_"
+_OTHERS = "lift_fresh lift_fresh_copy _to_copy clone where tril triu"
+_SEARCHED = "floor_divide searchsorted bucketize isin argmax argmin _unsafe_view"
+_FOLLOWED = frozenset(" ".join((_CREATED, _SUMMED, _MOVED, _WRITTEN, _OTHERS, _SEARCHED)).split())
 # Operators that require contiguous memory, or warn without it. Assumed values are expanded from one element, so they
 # are not contiguous.
 _CONTIGUOUS = (torch.ops.aten.as_strided.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.searchsorted.Tensor)
-_FOLLOWED = frozenset((*_FACTORIES, *_SUMMED, *_MOVED, *_WRITTEN, *_OTHERS, *_SEARCHED))
 _LARGEST = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
 

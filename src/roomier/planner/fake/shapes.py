@@ -11,7 +11,7 @@ has no parameters and constructs itself in ``configure_model``, this method of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import NoForecastError, RoomierError
-from roomier.core.tree import map_tensors
+from roomier.core.tree import map_tensors, tensors
 from roomier.core.wrapped_forward import unwrap
 from roomier.planner.fake import known_values
 
@@ -143,18 +143,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         for name, value in part.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules", "_trainer"):
-                yield from _tensors_in(value)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
+                yield from tensors(value)
 
 
 def _is_data(value: Any) -> bool:

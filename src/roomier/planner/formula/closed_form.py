@@ -253,7 +253,11 @@ class UnitOrder:
         self.num_forward = sum(each.phase == "forward" for each in executions)
         of_place = {place: _units_of(place, units) for place in {each.place for each in executions}}
         self.units_at = [
-            [unit for unit in of_place[each.place] if each.phase == "forward" or self._is_needed(units[unit], each)]
+            [
+                unit
+                for unit in of_place[each.place]
+                if each.phase == "forward" or each.needs_inner or not units[unit].is_inner
+            ]
             for each in executions
         ]
         order = list(dict.fromkeys(unit for at in self.units_at[: self.num_forward] for unit in at))
@@ -268,10 +272,6 @@ class UnitOrder:
             if unit not in self.late:
                 self.ending_at[ends[unit]].append(unit)
         self.gathering = [unit for group in reversed(_grouped(order, units)) for unit in group]
-
-    @staticmethod
-    def _is_needed(unit: Unit, execution: Execution) -> bool:
-        return not unit.is_inner or execution.needs_inner
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,32 +32,31 @@ from roomier.plan import (
 )
 from roomier.plan.levers import LEVERS, without
 from roomier.plan.parts import PARTS
-from roomier.planner.dry_runs.budget_estimates import recomputation_ns
 from roomier.planner.dry_runs.dry_run import DryRun
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, remark_of, within_budget
-from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.forecast import Forecast, Traffic
 from roomier.planner.formula.closed_form import States, UnitOrder, timeline
-from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
-from roomier.planner.formula.moved import leave_device, moved_to_host
-from roomier.planner.formula.offloaded import Group, Offloaded, added, offloaded
-from roomier.planner.formula.trace import Trace, traced_plan
-from roomier.planner.formula.update_bytes import state_tensors, update_bytes
+from roomier.planner.formula.offloaded import Group, Offloaded, offloaded
+from roomier.planner.formula.trace import Trace, moved_to_host, take_deep_trace, traced_plan
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.memory.kinds import Interval, Kind
+from roomier.planner.memory.kinds import Interval, Kind, added
 from roomier.planner.memory.model_states import StateBytes, copied_bytes, kept_bytes
-from roomier.planner.memory.predict import layout_of, state_bytes_of
-from roomier.planner.memory.walk import Layout, gradient_bytes, unit_bytes
+from roomier.planner.memory.predict import groups_of_weights, layout_of, state_bytes_of
+from roomier.planner.memory.tracker import MemoryTracker
+from roomier.planner.memory.walk import Layout, gradient_bytes, own_shape, unit_bytes
 from roomier.planner.memory.weights import Unit, Weight, buffer_bytes, units_with_weights
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.copies import MIN_BYTES
 from roomier.techniques.offload.regions import large_modules
+from roomier.techniques.optim.adafactor import Adafactor
+from roomier.techniques.optim.adamw import BlockwiseAdamW
 from roomier.techniques.optim.averaging import tensors_to_average
+from roomier.techniques.optim.muon import Muon
 from roomier.techniques.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.techniques.precision.policy import precision_of
 
@@ -113,16 +116,15 @@ class Estimator:
         self._workload = workload
         self._machine = machine
         self._traces: dict[Hashable, dict[int, Trace]] = {}
-        self._built: dict[Plan, _Built] = {}
+        self._built = cache(partial(_build_on_one, workload))
         self._states: dict[Hashable, States] = {}
         self._orders: dict[tuple[int, int], UnitOrder] = {}
         self._blends: dict[Hashable, Trace] = {}
         self._moved: dict[int, tuple[Trace, int]] = {}
-        self._bare: dict[int, Trace] = {}
         network = network_of(workload.module)
         blocks = set(workload.blocks)
         self._blocks = frozenset(name for name, module in network.named_modules() if module in blocks)
-        self._workloads: dict[int, Workload] = {workload.batch_size: workload}
+        self._sized = cache(lambda size: workload if size == workload.batch_size else workload.with_batch_size(size))
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
@@ -139,41 +141,42 @@ class Estimator:
         layout = self._layout(plan)
         states = self._states_of(plan, layout)
         step = self._step(plan, layout, states, micro_batch)
-        return self._forecast(plan, micro_batch, step, states, "closed form")
+        return self._forecast(plan, micro_batch, step, states)
 
-    def with_states_away(self, plan: Plan, run: DryRun, micro_batch: int) -> Forecast:
-        """Return the forecast of ``plan``, which offloads only optimizer states, from a dry run.
+    def of_dry_run(self, plan: Plan, run: DryRun, micro_batch: int) -> Forecast:
+        """Return the forecast of ``plan``, which offloads at most optimizer states, from a dry run.
 
         Args:
-            plan: plan that offloads optimizer states.
+            plan: plan of the dry run.
             run: dry run of ``plan`` with all optimizer states on the device.
             micro_batch: number of samples per micro-batch on each rank.
         """
+        if plan.offload.optimizer_states == "none":
+            return self._forecast(plan, micro_batch, _StepRun(None, run, 0, remark_of(run.keeps)), None)
         states = self._states_of(plan, self._layout(plan))
         less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
-        intervals = []
-        for each in run.intervals:
-            begin, peak, end = (added(moment, less) for moment in (each.begin, each.peak, each.end))
-            if each.phase == "update" and not states.away.on_cpu:  # units are updated one after the other
-                peak = added(begin, states.update)
-            intervals.append(Interval(each.phase, each.place, begin, peak, end))
+        intervals = [each.plus(less, less, less) for each in run.intervals]
+        if not states.away.on_cpu:  # units are updated one after the other
+            intervals = [
+                replace(each, peak=added(each.begin, states.update)) if each.phase == "update" else each
+                for each in intervals
+            ]
         step = _StepRun(None, DryRun(states.away.on_device(intervals), run.work), 0, "")
-        return self._forecast(plan, micro_batch, step, states, "dry run")
+        return self._forecast(plan, micro_batch, step, states)
 
-    def _forecast(self, plan: Plan, micro_batch: int, step: _StepRun, states: States, method: str) -> Forecast:
-        away = states.away
+    def _forecast(self, plan: Plan, micro_batch: int, step: _StepRun, states: States | None) -> Forecast:
+        away = Offloaded() if states is None else states.away
         moves = plan.offload.activations != "none"
         intervals = self._workload.calibrated(step.run.intervals, plan)
-        num_micro_batches = plan.batch.accumulate_grad_batches
         moved_bytes = round(step.moved_bytes * self._workload.activation_factor)
         is_on_disk = plan.offload.activations == "disk"
         host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
-        each_way = moved_bytes * num_micro_batches if is_on_disk else 0
+        each_way = moved_bytes * plan.batch.accumulate_grad_batches if is_on_disk else 0
         return Forecast(
             plan=plan,
             machine=self._machine,
             micro_batch=micro_batch,
-            method=method,
+            method="dry run" if step.trace is None else "closed form",
             timeline=intervals,
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in intervals)),
             host_bytes=host_bytes + compiler_bytes(plan, self._workload.num_parameters),
@@ -182,10 +185,10 @@ class Estimator:
                 plan,
                 self._machine,
                 step.run.work,
-                units=states.units,
+                units=None if states is None else states.units,
                 kept_bytes=step.trace.moved_bytes(self._blocks, MIN_BYTES) if step.trace and moves else None,
                 away=away,
-                chosen=step.run.keeps or None,
+                chosen=None if step.remark == _INTERPOLATED else step.run.keeps,
             ),
             pinned_bytes=host_bytes if self._machine.device.has_own_memory else 0,
             disk_bytes=away.disk_bytes + (moved_bytes if is_on_disk else 0),
@@ -225,12 +228,7 @@ class Estimator:
         plans = {keep: replace(plan, activation=activation) for keep, activation in UNIFORM.items()}
         traces = {keep: self._trace_of(each, layout, micro_batch) for keep, each in plans.items()}
         runs = {keep: self._run(trace, plan, layout, states) for keep, trace in traces.items()}
-
-        def lost_ns(place: str, keep: Keep) -> int:
-            forward = runs[Keep.ALL].work.get(("forward", place), Work())
-            return recomputation_ns(forward, keep, plan, self._machine.device)
-
-        found = within_budget(plan.activation, runs, self._blocks, lost_ns)
+        found = within_budget(plan, runs, self._blocks, self._machine.device)
         return _StepRun(traces[Keep.ALL], found, 0, remark_of(found.keeps))
 
     def _interpolated(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
@@ -268,23 +266,12 @@ class Estimator:
         if states.away.parameters:  # the gradients of a unit leave the device in backward
             layout = replace(layout, steps_in_backward=True)
         if not layout.is_sharded:
-            if states.away.parameters:
-                trace = self._without_gradients(trace)
+            trace = trace.without_gradients if states.away.parameters else trace
             return states.away.on_device(timeline(trace, states, layout))
         key = (id(trace), id(states.units))  # both objects live as long as this cache
         if key not in self._orders:
             self._orders[key] = UnitOrder(trace, states.units)
         return states.away.on_device(timeline(trace, states, layout, self._orders[key]))
-
-    def _without_gradients(self, trace: Trace) -> Trace:
-        if id(trace) not in self._bare:
-            self._bare[id(trace)] = trace.without_gradients()
-        return self._bare[id(trace)]
-
-    def _sized(self, micro_batch: int) -> Workload:
-        if micro_batch not in self._workloads:
-            self._workloads[micro_batch] = self._workload.with_batch_size(micro_batch)
-        return self._workloads[micro_batch]
 
     def _trace_of(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
         # Autocast's copies of parameters do not exist while the parameters are in a lower tier.
@@ -374,9 +361,14 @@ class Estimator:
             attention=AttentionPlan(),
             choice=ChoicePlan(),
         )
-        if alone not in self._built:
-            self._built[alone] = _build_on_one(self._workload, alone)
-        return self._built[alone]
+        return self._built(alone)
+
+
+def leave_device(plan: Plan, machine: Machine) -> bool:
+    """Return whether the activations of ``plan`` leave device memory. On a CPU, device memory is host memory, so only
+    activations on disk leave it."""
+    tier = plan.offload.activations
+    return tier == "disk" or (tier == "cpu" and machine.device.kind != "cpu")
 
 
 def _build_on_one(workload: Workload, alone: Plan) -> _Built:
@@ -387,14 +379,7 @@ def _build_on_one(workload: Workload, alone: Plan) -> _Built:
             alone, module, lambda blocks: configure(alone, module, lambda: _NUM_STEPS, blocks), EagerEngine, ranks
         )
         network = engine.module
-        names = {parameter: name for name, parameter in network.named_parameters()}
-        updated_by = {
-            names[parameter]: (optimizer, group)
-            for optimizer in engine.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in names
-        }
+        updated_by = groups_of_weights(network, engine.optimizers)
         units = units_of(network, engine.blocks)
         apart = root_parameters_of(units, precision.autocast_dtype) | {
             each for each in network.parameters() if not each.dim()
@@ -430,3 +415,96 @@ def _groups(
     rest = set(names.values())
     outside = [*(name for name in updated if name in rest), *(name for name in names.values() if name not in updated)]
     return [("", outside), *found]
+
+
+_SET_ELSEWHERE = ("params", "foreach", "capturable", "holds")
+
+
+Key = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of this rank's shard of a weight."""
+
+
+def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
+    """Return the peak of the temporary bytes during an update.
+
+    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer performs a step on a
+    few weights that have the shapes of a rank's shards; see :func:`few_alike`. If an update processes all weights
+    together (``foreach``), the sizes for all shapes are summed.
+
+    Args:
+        optimizers: optimizers of the full model in its training form.
+        layout: how the weights are sharded.
+        at_once: whether torch updates lists of weights together if possible, as for unsharded weights on a GPU.
+    """
+    peak_bytes = 0
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind is torch.optim.Adafactor and layout.is_sharded:
+            kind = Adafactor
+        for group in optimizer.param_groups:
+            is_whole = isinstance(optimizer, Muon) and bool(group.get("is_hidden"))
+            shapes = [(tuple(weight.shape), weight.dtype) for weight in group["params"]]
+            keys = [(shape if is_whole else own_shape(shape, layout), dtype) for shape, dtype in shapes]
+            keys = [(shape, dtype) for shape, dtype in keys if math.prod(shape)]
+            if at_once and "foreach" in group and not group.get("fused") and not layout.is_sharded:
+                needed = sum(_bytes_of(optimizer, group, [key], kind) * count for key, count in Counter(keys).items())
+            else:
+                needed = _bytes_of(optimizer, group, few_alike(keys), kind)
+            peak_bytes = max(peak_bytes, needed)
+    return {Kind.TEMPORARY: peak_bytes}
+
+
+def few_alike(keys: Sequence[Key]) -> list[Key]:
+    """Return a short sequence that contains the same consecutive pairs as ``keys``.
+
+    While a weight is updated, temporaries of the previous weight can still exist, so the order of shapes matters.
+    """
+    known: set[tuple[Key, Key]] = set()
+    found = list(keys[:1])
+    for pair in pairwise(keys):
+        if pair not in known:
+            found += pair if found[-1] != pair[0] else pair[1:]
+            known.add(pair)
+    return found
+
+
+def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]) -> int:
+    if not keys:
+        return 0
+    holder, made = _stepped(optimizer, group, keys, kind)
+    with MemoryTracker(holder, [made], torch.device("cpu")) as tracker:
+        tracker.restart()
+        made.step()
+        moments = [each.total() for each in tracker.moments()]
+    return max(moments) - moments[0]
+
+
+def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> list[int]:
+    """Return the size in bytes of each state of a weight, except states that are scalars.
+
+    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`.
+    """
+    if not math.prod(key[0]):
+        return []
+    _, made = _stepped(optimizer, group, [key], type(optimizer))
+    [states] = made.state.values()
+    return [each.numel() * each.itemsize for each in states.values() if isinstance(each, Tensor) and each.dim() > 0]
+
+
+def _stepped(
+    optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]
+) -> tuple[nn.ParameterList, Optimizer]:
+    """Return weights with the shapes and dtypes in ``keys``, and an optimizer that updated them. The optimizer has the
+    class ``kind`` and the settings of ``optimizer``."""
+    holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
+    weights = list(holder.parameters())
+    known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}
+    arguments = cast(Any, kind).__init__.__code__.co_varnames
+    options = {key: each for key, each in optimizer.defaults.items() if key in arguments and key not in _SET_ELSEWHERE}
+    made: Optimizer = cast(Any, kind)([{"params": weights, **known}], **options)
+    if isinstance(made, BlockwiseAdamW) and isinstance(optimizer, BlockwiseAdamW):
+        made.update_as(optimizer)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    made.step()
+    return holder, made

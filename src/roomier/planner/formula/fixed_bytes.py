@@ -191,13 +191,9 @@ def _communication_bytes(plan: Plan, machine: Machine, sheet: Sheet | None) -> i
         return 0
     channels = _num_channels(sheet)
     crossed = channels * _NCCL_RECEIVER_BYTES if machine.num_nodes > 1 else 0
-    return NCCL_BYTES + sum(int(channels * _connected_bytes(size)) + crossed for size in groups)
-
-
-def _connected_bytes(num_ranks: int) -> float:
-    """Return the memory of a communicator per channel, in bytes. With more than two ranks, each rank has additional
-    neighbors in NCCL's tree."""
-    return (1.0 if num_ranks == 2 else 1.5) * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
+    connected = channels * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
+    # With more than two ranks, each rank has additional neighbors in NCCL's tree.
+    return NCCL_BYTES + sum(int(connected * (1.0 if size == 2 else 1.5)) + crossed for size in groups)
 
 
 def _num_channels(sheet: Sheet | None) -> int:

@@ -20,7 +20,6 @@ memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,9 +29,9 @@ from roomier.engine.offload import NUM_BUFFERS
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.levers import update_mode
 from roomier.planner.forecast import Traffic
-from roomier.planner.memory.kinds import Interval, Kind, NumBytes, total_bytes
+from roomier.planner.memory.kinds import Interval, Kind, total_bytes
 from roomier.planner.memory.model_states import StateBytes
-from roomier.planner.memory.walk import Layout, own_shape
+from roomier.planner.memory.walk import Layout, own_bytes, own_elements, own_shape
 from roomier.planner.memory.weights import Weight
 from roomier.techniques.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
 from roomier.techniques.offload.states import aligned, first_leaving, record_size
@@ -134,7 +133,7 @@ class Offloaded:
             sizes = [each.record_bytes for each in self.states] * self._num_copies
             num_bytes += sum(buffer_sizes(sizes, self.num_state_buffers))
         if self.parameter_tier == "disk":
-            sizes = [size for each in self.parameters for size in (each.record_bytes, each.gradient_bytes)]
+            sizes = self._parameter_sizes + self._gradient_sizes
             num_bytes += NUM_BUFFERS * max(map(padded, sizes), default=0)
         return num_bytes
 
@@ -225,7 +224,7 @@ class Offloaded:
             found = self._with_deferred(found)
         elif self.mode == "speculative":
             found = self._with_speculative(found)
-        more = max((self._more_at_update(each) for each in self._updated_together), key=_total, default={})
+        more = max((self._more_at_update(each) for each in self._updated_together), key=total_bytes, default={})
         for index, each in enumerate(found):
             if each.phase == "update":
                 found[index] = _with(each, {}, more, {})
@@ -265,9 +264,7 @@ class Offloaded:
         for index, interval in enumerate(found):
             if index <= last_forward or not self.states:
                 continue
-            own = [
-                number for number, each in enumerate(self.states) if each.place and _is_in(interval.place, each.place)
-            ]
+            own = _inside(interval, self.states)
             now = self._present(left - 1, left) if left < len(self.states) else {}
             after = now
             if own and own[0] < left:
@@ -282,7 +279,7 @@ class Offloaded:
         """Add the gradients that autograd creates on a CPU before they are copied to a buffer of the tier."""
         found = []
         for interval in timeline:
-            own = next((n for n, each in enumerate(self.parameters) if _is_in(interval.place, each.place)), None)
+            own = next(iter(_inside(interval, self.parameters)), None)
             created = self._regions([], [] if own is None or interval.phase != "backward" else [own])
             found.append(_with(interval, {}, {}, created))
         return found
@@ -293,15 +290,15 @@ class Offloaded:
             return list(timeline)
         found, left = [], dict[Kind, int]()
         for interval in timeline:
-            own = next((n for n, each in enumerate(self.parameters) if _is_in(interval.place, each.place)), None)
+            own = next(iter(_inside(interval, self.parameters)), None)
             begin, end = left, left
             if interval.phase == "update":
                 every = range(len(self.parameters)) if self.mode != "deferred" else ()
-                begin = max((self._regions([n - 1, n], [n]) for n in every), key=_total, default={})
+                begin = max((self._regions([n - 1, n], [n]) for n in every), key=total_bytes, default={})
             elif own is not None and interval.phase == "forward":
                 begin = end = self._regions([own, own + 1], [])
                 if self.mode == "deferred":
-                    begin = max(begin, self._regions([own - 1, own], [own]), key=_total)
+                    begin = max(begin, self._regions([own - 1, own], [own]), key=total_bytes)
             elif own is not None:
                 begin = self._regions([own - 1, own], [own + 1])
                 end = self._regions([own - 1, own], [own, own])
@@ -328,9 +325,7 @@ class Offloaded:
         for index, interval in enumerate(timeline):
             if interval.phase != "forward" or done == len(self.states) - 1:
                 break
-            own = [
-                number for number, each in enumerate(self.states) if each.place and _is_in(interval.place, each.place)
-            ]
+            own = _inside(interval, self.states)
             wanted = done if not own else min(own[-1] + self.completes_ahead, len(self.states) - 1)
             if index == 0 and self.completes_ahead:
                 wanted = max(wanted, first)
@@ -340,7 +335,7 @@ class Offloaded:
             ]
             done = max(done, wanted)
             now = {**self._gradients_of(self.states[done + 1 :]), **self._present(done, done + 1)}
-            begin = max([*before, now], key=_total)
+            begin = max([*before, now], key=total_bytes)
             found[index] = _with(interval, begin, now, now)
         return found
 
@@ -404,11 +399,11 @@ def offloaded(
 def _in_units(groups: Sequence[Group], layout: Layout) -> list[Group]:
     """Divide the weights outside the modules into units that are at most as large as the largest module, unless one
     weight is larger. Return these units, followed by the groups of the modules."""
-    limit = max((sum(_own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
+    limit = max((sum(own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
     found: list[tuple[str, list[Weight]]] = []
     room = 0
     for weight in (each for place, unit in groups if not place for each in unit):
-        size = _own_elements(weight, layout)
+        size = own_elements(weight, layout)
         if not found or size > room:
             found.append(("", []))
             room = limit
@@ -428,23 +423,23 @@ def _unit_of_states(
 ) -> MovedUnit:
     sizes = [size for each in weights for size in state_tensors(each, own_shape(each.shape, layout))]
     starts = [aligned(size) for size in sizes[:-1]]
-    with_weights = [_own_bytes(each, layout) for each in weights] if holds_weights else []
+    with_weights = [own_bytes(each, layout) for each in weights] if holds_weights else []
     record = record_size([state_bytes(each, own_shape(each.shape, layout)) for each in weights], with_weights)
     return MovedUnit(
         place=place,
         content_bytes=sum(sizes),
         read_bytes=sum(starts) + sum(sizes[-1:]),
         record_bytes=record,
-        gradient_bytes=sum(_own_bytes(each, layout) for each in weights),
+        gradient_bytes=sum(own_bytes(each, layout) for each in weights),
     )
 
 
 def _unit_of_parameters(
     place: str, weights: Sequence[Weight], layout: Layout, cast_dtype: torch.dtype | None
 ) -> MovedUnit:
-    num_bytes = sum(_own_bytes(each, layout) for each in weights)
-    record = sum(-(-_own_bytes(each, layout) // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT for each in weights)
-    casts = 0 if cast_dtype is None else sum(_own_elements(each, layout) for each in weights) * cast_dtype.itemsize
+    num_bytes = sum(own_bytes(each, layout) for each in weights)
+    record = sum(-(-own_bytes(each, layout) // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT for each in weights)
+    casts = 0 if cast_dtype is None else sum(own_elements(each, layout) for each in weights) * cast_dtype.itemsize
     return MovedUnit(place, num_bytes, record, record, record, casts)
 
 
@@ -452,29 +447,11 @@ def _with(
     interval: Interval, before: Mapping[Kind, int], during: Mapping[Kind, int], after: Mapping[Kind, int]
 ) -> Interval:
     """Return ``interval`` with additional bytes at its start, at its peak and at its end."""
-    begin, peak, end = (
-        added(moment, more)
-        for moment, more in ((interval.begin, before), (interval.peak, during), (interval.end, after))
-    )
-    return Interval(interval.phase, interval.place, begin, max((peak, begin, end), key=total_bytes), end)
+    found = interval.plus(before, during, after)
+    return replace(found, peak=max((found.peak, found.begin, found.end), key=total_bytes))
 
 
-def added(moment: NumBytes, more: Mapping[Kind, int]) -> NumBytes:
-    """Return the sum of two numbers of bytes for each kind."""
-    return {kind: moment.get(kind, 0) + more.get(kind, 0) for kind in {**moment, **more}}
-
-
-def _total(num_bytes: Mapping[Kind, int]) -> int:
-    return sum(num_bytes.values())
-
-
-def _is_in(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
-
-
-def _own_elements(weight: Weight, layout: Layout) -> int:
-    return math.prod(own_shape(weight.shape, layout))
-
-
-def _own_bytes(weight: Weight, layout: Layout) -> int:
-    return _own_elements(weight, layout) * weight.dtype.itemsize
+def _inside(interval: Interval, units: Sequence[MovedUnit]) -> list[int]:
+    """Return the indices of the blocks in ``units`` that contain the part of the model that runs in ``interval``."""
+    place = f"{interval.place}."
+    return [number for number, each in enumerate(units) if each.place and place.startswith(f"{each.place}.")]

@@ -14,11 +14,17 @@ A gradient is *complete* when it has been added to the gradient of its parameter
 DDP copies a complete gradient into a bucket and frees the original. Later micro-batches add their gradients to the
 existing gradients. In sharded models, 16-bit gradients remain pending, because later micro-batches add these gradients
 to the 32-bit gradients only at the end of the unit's backward pass.
+
+[Note: activations outside the device]
+A dry run does not distinguish memory on the device and on the host, so both are calculated from a trace; see
+[Note: two blocks at a time] in :mod:`roomier.techniques.activation.copies`. During the forward or backward pass of a
+block, the device stores the activations of this block and the previous block. The host or the disk stores the
+activations of all blocks. Tensors smaller than ``MIN_BYTES`` remain on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,19 +35,21 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.hooks import step_of
-from roomier.api.module import Module
+from roomier.core.errors import PlanError
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import BatchPlan, ChoicePlan, OffloadPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, reporting_places
+from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.planner.workload import Workload
+from roomier.techniques.activation.copies import MIN_BYTES
 from roomier.techniques.optim.configured import Configured
 from roomier.techniques.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.techniques.precision.policy import precision_of
@@ -224,8 +232,9 @@ class Trace:
         }
         return Trace(self.batch_size, batch_bytes, tuple(executions), work, saved_bytes)
 
+    @cached_property
     def without_gradients(self) -> Trace:
-        """Return this trace without the memory of gradients."""
+        """This trace without the memory of gradients."""
         executions = [
             replace(each, moments=tuple(moment._replace(gradient=0, pending=0) for moment in each.moments))
             for each in self.executions
@@ -244,6 +253,29 @@ class Trace:
             each.place for each in self.executions if each.phase == "forward" and each.place in places
         )
         return {place: sum(size for size in self.saved_bytes.get(place, ()) if size >= min_bytes) for place in order}
+
+
+def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
+    """Return ``trace`` with only the memory that remains on the device, and the number of bytes outside the device at
+    the end of a forward pass. See [Note: activations outside the device].
+
+    Args:
+        trace: trace with all activations on the device.
+        blocks: names of the blocks whose activations are moved.
+    """
+    kept = trace.moved_bytes(blocks, MIN_BYTES)
+    order = list(kept)
+    away_at = {place: sum(kept[each] for each in order[: max(0, number - 1)]) for number, place in enumerate(order)}
+    executions: list[Execution] = []
+    away_bytes = 0
+    for each in trace.executions:
+        if each.place in away_at:
+            change = Rise(activation=away_bytes - away_at[each.place])
+            away_bytes = away_at[each.place]
+            executions.append(replace(each, moments=tuple(map(change.plus, each.moments))))
+        else:
+            executions.append(each)
+    return replace(trace, executions=tuple(executions)), sum(kept.values())
 
 
 def _alike(mine: Execution, theirs: Execution) -> tuple[Sequence[Rise], Sequence[Rise]]:
@@ -287,8 +319,16 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
         inner = _as_if_sharded(engine, precision.autocast_dtype) if is_sharded else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
-        executions, saved_bytes, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
-    return Trace(workload.batch_size, batch_bytes, tuple(executions), work, saved_bytes)
+        training_step, counter, batches = step_of(module, "training_step"), WorkCounter(), [batch]
+        del batch
+        with tracking(engine) as tracker, ExitStack() as stack:
+            stack.enter_context(_reporting_complete_bytes(tracker, engine, inner, is_sharded=is_sharded))
+            stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
+            tracker.enter("forward")
+            engine.forward_backward(lambda batch, _: training_step(batch, 0), batches)
+            executions, saved_bytes = tuple(_executions(tracker.moments())), tracker.saved_bytes()
+        engine.close()
+    return Trace(workload.batch_size, batch_bytes, executions, dict(counter.by_part), saved_bytes)
 
 
 def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
@@ -309,16 +349,11 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
             if modules != [unit]:
                 inner += modules
             for module in modules:
-                if all(not hasattr(each, "_roomier_part") for each in (module,)):
+                if not hasattr(module, "_roomier_part"):
                     module.register_forward_hook(without_views)
                 for each in module.parameters():
-                    if each not in made:
-                        cast = (
-                            each
-                            if dtype is None
-                            else nn.Parameter(torch.empty_like(each, dtype=dtype), each.requires_grad)
-                        )
-                        made[each] = cast
+                    if each not in made and dtype is not None:
+                        made[each] = nn.Parameter(torch.empty_like(each, dtype=dtype), each.requires_grad)
     for module in network.modules():
         for name, parameter in module._parameters.items():
             if parameter in made:
@@ -367,25 +402,6 @@ class _Place(str):
         made = super().__new__(cls, name)
         made.complete_bytes, made.needs_inner = complete_bytes, needs_inner
         return made
-
-
-def _tracked(
-    engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
-) -> tuple[list[Execution], Mapping[str, tuple[int, ...]], Mapping[WorkKey, Work]]:
-    training_step = step_of(module, "training_step")
-    counter = WorkCounter()
-
-    batches = [batch]
-    del batch
-    with tracking(engine) as tracker, ExitStack() as stack:
-        stack.enter_context(_reporting_complete_bytes(tracker, engine, inner, is_sharded=is_sharded))
-        stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
-        tracker.enter("forward")
-        engine.forward_backward(lambda batch, _: training_step(batch, 0), batches)
-        executions = list(_executions(tracker.moments()))
-        saved_bytes = tracker.saved_bytes()
-    engine.close()
-    return executions, saved_bytes, dict(counter.by_part)
 
 
 @contextmanager
@@ -444,3 +460,88 @@ def _rise(moment: Snapshot) -> Rise:
         num_bytes[Kind.GRADIENT],
         max(0, num_bytes[Kind.GRADIENT] - getattr(moment.place, "complete_bytes", 0)),
     )
+
+
+_NUM_TRACED = 3  # number of traced periods: the first period, one in the middle, and the last
+_LEAST = _NUM_TRACED + 2
+
+
+def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
+    """Return the same result as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep
+    model.
+
+    If a model contains a row of equal blocks, a copy with three periods of these blocks is traced. The executions of
+    the middle period are repeated for the full length of the row (see [Note: equal blocks] in
+    :mod:`roomier.planner.dry_runs.repeats`).
+
+    Args:
+        workload: module and micro-batch.
+        plan: plan from which only the techniques that act inside the forward pass are applied.
+        is_sharded: True to trace the model as if it were sharded across ranks.
+        like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
+
+    Raises:
+        RoomierError: ``build`` rejects the plan.
+    """
+    repeats = find_repeats(workload, plan, least=_LEAST)
+    if repeats:
+        try:
+            return _from_shallow_copies(
+                workload, repeats, lambda given: take_trace(given, plan, is_sharded=is_sharded, like=like)
+            )
+        except PlanError:
+            raise
+        except Exception as error:  # a model with fewer blocks than it was constructed with can raise any exception
+            report_full_trace(workload.module, repeats, error)
+    return take_trace(workload, plan, is_sharded=is_sharded, like=like)
+
+
+def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Callable[[Workload], Trace]) -> Trace:
+    def at(counts: Sequence[int]) -> tuple[Trace, Shallow, list[tuple[int | None, list[Execution]]]]:
+        shallow = shallow_copy(workload.module, repeats, counts)
+        trace = take(replace(workload, module=shallow.module))
+        return trace, shallow, shallow.visits(trace.executions)
+
+    counts = [_NUM_TRACED] * len(repeats)
+    trace, shallow, visits = at(counts)
+    others = [executions for row, executions in visits if row is None]
+    for number, repeat in enumerate(repeats):
+        ends = [each.end for row, executions in visits if row == number for each in executions]
+        # Some memory remains allocated after the row, for example autocast's copies of weights.
+        if sum(each.activation for each in ends) or sum(each.temporary for each in ends):
+            _, _, deeper = at([count + (number == row) for row, count in enumerate(counts)])
+            more = [executions for row, executions in deeper if row is None]
+            for mine, theirs in zip(others, more, strict=True):
+                pairs = zip(mine, theirs, strict=True)
+                mine[:] = [each.between(other, repeat.count - _NUM_TRACED) for each, other in pairs]
+    return _written_out(trace, shallow, visits, repeats)
+
+
+def _written_out(
+    trace: Trace,
+    shallow: Shallow,
+    visits: Sequence[tuple[int | None, Sequence[Execution]]],
+    repeats: Sequence[Repeat],
+) -> Trace:
+    """Return the trace of the full model, in which the visits to middle blocks are repeated."""
+    represented = {
+        place: [repeat.places(period)[index] for period in range(1, repeat.count - 1)]
+        for repeat in repeats
+        for index, place in enumerate(repeat.places(1))
+    }
+
+    def names(place: str) -> Sequence[str]:  # of the blocks that a block of the shallow model represents
+        own = shallow.place_in_model(place)
+        return represented.get(own, [own])
+
+    executions: list[Execution] = []
+    for row, visit in visits:
+        if row is None:
+            executions += visit
+            continue
+        times = range(repeats[row].count - 2)
+        for time in times if visit[0].phase == "forward" else times[::-1]:
+            executions += [replace(each, place=each.place and represented[each.place][time]) for each in visit]
+    work = {(phase, name): each for (phase, place), each in trace.work.items() for name in names(place)}
+    saved_bytes = {name: sizes for place, sizes in trace.saved_bytes.items() for name in names(place)}
+    return replace(trace, executions=tuple(executions), work=work, saved_bytes=saved_bytes)

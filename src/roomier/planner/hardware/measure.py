@@ -105,6 +105,15 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
     return num_bytes / _typical_seconds(optimizer.step, device, seconds)
 
 
+RATES = {
+    "memory_bytes_per_s": (memory_rate, 1 / 8),
+    "operation_s": (operation_seconds, 1 / 16),
+    "update_bytes_per_s": (update_rate, 1 / 8),
+    "host_bytes_per_s": (host_copy_rate, 1 / 8),
+}
+"""Measurements of one rank without communication, by name, with their share of the available time."""
+
+
 def _fitting(num_bytes: int, device: torch.device) -> int:
     """Return ``num_bytes``, or fewer bytes if the memory of ``device`` is almost full, for example after an
     out-of-memory error."""

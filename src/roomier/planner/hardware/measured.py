@@ -126,11 +126,11 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
     for name in ("gather", "reduce"):
         rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
     measured = Measured(**rest)
-    optional = (measured.update_bytes_per_s, measured.host_bytes_per_s)
-    disk = (measured.disk_read, measured.disk_write, measured.disk_both)
+    names = ("update_bytes_per_s", "host_bytes_per_s", "disk_read", "disk_write", "disk_both")
+    given = [rate for rate in (getattr(measured, name) for name in names) if rate is not None]
     exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
-    given = [rate for rate in (*optional, *disk, *exchanges) if rate is not None]
-    rates = [*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s, *given]
+    required = (*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s)
+    rates = [*required, *given, *exchanges]
     if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate that is not positive")
     return measured

@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from roomier.core.errors import RoomierError
+from roomier.core.disk_space import free_bytes
+from roomier.core.errors import RoomierError, TierError
+from roomier.core.log import quiet
 from roomier.core.loopback import keep_on_loopback
-from roomier.planner.hardware.disk import disk_rates
 from roomier.planner.hardware.host import num_cores
-from roomier.planner.hardware.measure import DTYPES, memory_rate, operation_seconds, product_rate, update_rate
+from roomier.planner.hardware.measure import DTYPES, RATES, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.planner.hardware.measured import Measured, circumstances_of, now
+from roomier.techniques.tiers.buffers import allocate
+from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 
 _PATIENCE_S = 120.0  # time limit for the ranks in seconds; on an idle machine, they need a twentieth of this time
 
@@ -41,7 +44,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     started = circumstances_of(device, num_ranks)
     with tempfile.TemporaryDirectory(prefix="roomier-hardware-") as scratch:
         ranks = _run_ranks(device.type, num_ranks, started.num_threads, seconds, Path(scratch))
-    disk = None if folder is None else disk_rates(folder, 2 * seconds)
+    disk = {} if folder is None else disk_rates(folder, 2 * seconds)
     return Measured(
         circumstances=started,
         measured_at=now(),
@@ -49,21 +52,11 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         flops_per_s={
             dtype: statistics.median(rank["flops_per_s"][dtype] for rank in ranks) for dtype in ranks[0]["flops_per_s"]
         },
-        memory_bytes_per_s=statistics.median(rank["memory_bytes_per_s"] for rank in ranks),
-        operation_s=statistics.median(rank["operation_s"] for rank in ranks),
-        update_bytes_per_s=statistics.median(rank["update_bytes_per_s"] for rank in ranks),
-        host_bytes_per_s=_median([rank["host_bytes_per_s"] for rank in ranks]),
+        **{name: statistics.median(rank[name] for rank in ranks) for name in RATES if name in ranks[0]},
         gather=_link("gather", ranks),
         reduce=_link("reduce", ranks),
-        disk_read=None if disk is None else disk.read,
-        disk_write=None if disk is None else disk.write,
-        disk_both=None if disk is None else disk.both,
+        **disk,
     )
-
-
-def _median(rates: Sequence[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return statistics.median(known) if known else None
 
 
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
@@ -180,3 +173,82 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
     if any(process.poll() is None for process in processes):
         problem = f"the measuring processes did not end within {_PATIENCE_S:.0f} s"
         raise RoomierError("devices", len(processes), problem, "Measure with fewer devices, or use --quick")
+
+
+_CHUNK_BYTES = 2**24
+
+
+def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> dict[str, float]:
+    """Measure reads and writes of a temporary file in ``folder``. Create the folder if it does not exist.
+
+    The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
+    file system does not support direct I/O, written data is flushed to the disk before the clock stops. The data is
+    removed from the page cache before it is read. If the folder is in memory (tmpfs), the measured rates are the rates
+    of memory, as in a run.
+
+    Args:
+        folder: folder for the temporary file.
+        seconds: approximate duration of the measurement.
+        num_bytes: maximum number of bytes per direction in each test.
+
+    Returns:
+        Rates in bytes per second: ``disk_read`` and ``disk_write`` of one direction alone, and ``disk_both``, the total
+        rate of simultaneous reads and writes.
+
+    Raises:
+        RoomierError: the folder is not writable, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        most_bytes = min(num_bytes, free_bytes(folder) // 8) // _CHUNK_BYTES * _CHUNK_BYTES
+        if most_bytes == 0:
+            raise OSError("the disk is full")
+        with quiet():
+            scratch = Scratch(folder)
+    except (OSError, TierError) as error:
+        raise RoomierError("folder", str(folder), f"is not writable: {error}", "Choose a writable folder") from error
+    try:
+        return _Measurement(scratch, most_bytes).rates(seconds)
+    finally:
+        scratch.close()
+
+
+class _Measurement:
+    def __init__(self, scratch: Scratch, most_bytes: int) -> None:
+        self._scratch, self._most_bytes = scratch, most_bytes
+        # Positions in the file where the reads and the writes start.
+        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]
+        # The buffers contain random bytes, because drives that compress data would store zeros too fast.
+        self._buffers = [allocate(_CHUNK_BYTES, pinned=False).random_(256) for _ in range(2)]
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        chunk_s = self._seconds(0, _CHUNK_BYTES)
+        num_bytes = int(seconds / 8 / chunk_s) * _CHUNK_BYTES
+        num_bytes = max(_CHUNK_BYTES, min(num_bytes, self._most_bytes))
+        for start in self._starts:  # the first write to a part of the file also updates the file system
+            self._seconds(0, num_bytes, start)
+        return {
+            "disk_read": num_bytes / self._seconds(num_bytes, 0),
+            "disk_write": num_bytes / self._seconds(0, num_bytes),
+            "disk_both": 2 * num_bytes / self._seconds(num_bytes, num_bytes),
+        }
+
+    def _seconds(self, read_bytes: int, written_bytes: int, written_start: int | None = None) -> float:
+        """Return the time in seconds that concurrent reads and writes take."""
+        if not self._scratch.is_direct:
+            self._scratch.empty_cache()
+        read_start, write_start = self._starts
+        write_start = write_start if written_start is None else written_start
+        start_s = time.perf_counter()
+        jobs = []
+        for offset in range(0, max(read_bytes, written_bytes), _CHUNK_BYTES):
+            if offset < read_bytes:
+                jobs.append(FileTransfer(self._buffers[0], read_start + offset))
+                self._scratch.transfers.read(jobs[-1])
+            if offset < written_bytes:
+                jobs.append(FileTransfer(self._buffers[1], write_start + offset))
+                self._scratch.transfers.write(jobs[-1])
+        self._scratch.wait_for(lambda: all(job.is_done for job in jobs))
+        if written_bytes and not self._scratch.is_direct:
+            self._scratch.empty_cache()
+        return time.perf_counter() - start_s

@@ -23,14 +23,7 @@ from roomier.core.device.capability import capabilities_of
 from roomier.core.device.resolve import resolve_device
 from roomier.core.device.streams import synchronize
 from roomier.core.exchange import Exchange
-from roomier.planner.hardware.measure import (
-    DTYPES,
-    host_copy_rate,
-    memory_rate,
-    operation_seconds,
-    product_rate,
-    update_rate,
-)
+from roomier.planner.hardware.measure import DTYPES, RATES, product_rate
 
 _PATIENCE = timedelta(seconds=60)
 _WHOLE_BYTES = 2**24  # bytes in a large collective, similar to a block of a small model
@@ -61,21 +54,15 @@ def main(settings: dict[str, Any]) -> None:
 
 def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
     """Measure the rates of one rank without communication, in about ``seconds`` in total."""
-    rates = {}
+    rates: dict[str, Any] = {}
     for dtype in DTYPES:
         _meet()
         rates[dtype] = product_rate(dtype, device, seconds / 8)
     result: dict[str, Any] = {"flops_per_s": {dtype: rate for dtype, rate in rates.items() if rate is not None}}
-    _meet()
-    result["memory_bytes_per_s"] = memory_rate(device, seconds / 8)
-    _meet()
-    result["operation_s"] = operation_seconds(device, seconds / 16)
-    _meet()
-    result["update_bytes_per_s"] = update_rate(device, seconds / 8)
-    _meet()
-    result["host_bytes_per_s"] = None
-    if capabilities_of(device).copies_asynchronously:
-        result["host_bytes_per_s"] = host_copy_rate(device, seconds / 8)
+    for name, (measure, share) in RATES.items():
+        if name != "host_bytes_per_s" or capabilities_of(device).copies_asynchronously:
+            _meet()
+            result[name] = measure(device, share * seconds)
     return result
 
 

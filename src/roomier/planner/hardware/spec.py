@@ -73,10 +73,8 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
         is_json = path.suffix.lower() == ".json"
         content = read_json(path) if is_json else yaml.load(read_text(path, MAX_YAML_BYTES), Loader=BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = f"cannot be read: {' '.join(str(error).split())}"
-        raise RoomierError(
-            "hardware", str(path), problem, "Pass a YAML or JSON file that describes a machine"
-        ) from error
+        problem, action = f"cannot be read: {' '.join(str(error).split())}", "Pass a YAML or JSON file of a machine"
+        raise RoomierError("hardware", str(path), problem, action) from error
     if not isinstance(content, dict):
         raise RoomierError("hardware", str(path), "must map names to values", "See `roomier hardware --json`")
     return machine_of_dict(content if num_nodes is None else {**content, "num_nodes": num_nodes})
@@ -103,11 +101,7 @@ def machine_of_dict(content: Mapping[str, Any]) -> Machine:
     elif "device" in given:
         given["device"] = _device(_mapping("device", given["device"]))
     given.setdefault("source", "a file")
-    given.setdefault("in_node_reduce", None)
-    made: dict[str, Any] = {}
-    for field in fields(Machine):
-        made[field.name] = _field(field, given)
-    return Machine(**made)
+    return Machine(**{field.name: _field(field, given) for field in fields(Machine)})
 
 
 def machine_as_dict(machine: Machine) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from roomier.techniques.tiers.folder import default_folder
 # server.
 _EXCHANGE = Link(2e9, 2e-4)
 _NETWORK = Link(1.25e9, 5e-5)  # assumed to be 10 Gbit/s, because links between machines are never measured
-_DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
+_DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 1e9, 0.5e9, 1e-4
 
 
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto", folder: str | None = None) -> Machine:
@@ -62,7 +62,7 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
         assert gpu is not None
         return gpu
     known = _with_rates(device, measured, gpu)
-    exchange, reduce = _link(measured.gather), _link(measured.reduce)
+    exchange, reduce = (None if each is None else Link(*each) for each in (measured.gather, measured.reduce))
     memory = Link(measured.memory_bytes_per_s)
     return Machine(
         device=replace(known, memory_bytes=_memory_bytes(device, devices)),
@@ -71,12 +71,12 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
         in_node=exchange or (gpu.in_node if gpu else _EXCHANGE),
         between_nodes=gpu.between_nodes if gpu else _NETWORK,
         to_host=Link(measured.host_bytes_per_s or 12e9, 1e-5) if known.has_own_memory else memory,
-        disk_read=_DISK_READ if measured.disk_read is None else Link(measured.disk_read, _DISK_READ.latency_s),
-        disk_write=_DISK_WRITE if measured.disk_write is None else Link(measured.disk_write, _DISK_WRITE.latency_s),
+        disk_read=Link(measured.disk_read or _DISK_READ, _DISK_LATENCY_S),
+        disk_write=Link(measured.disk_write or _DISK_WRITE, _DISK_LATENCY_S),
         host_memory_bytes=total_memory_bytes(),
         source=_source(measured),
         in_node_reduce=reduce,
-        disk_both=None if measured.disk_both is None else Link(measured.disk_both, _DISK_READ.latency_s),
+        disk_both=None if measured.disk_both is None else Link(measured.disk_both, _DISK_LATENCY_S),
     )
 
 
@@ -103,10 +103,11 @@ def _quick_look(device: torch.device, circumstances: Circumstances) -> Measured:
 
 
 def _with_links_of_others(quick: Measured, kept: list[Measured]) -> Measured:
-    here = [each for each in kept if each.circumstances.host == quick.circumstances.host]
+    own = quick.circumstances
+    here = [each for each in kept if each.circumstances.host == own.host]
     disk = next((each for each in here if each.disk_read is not None), quick)
-    ranks = quick.circumstances.num_ranks
-    together = next((each for each in here if ranks > 1 and each.gather and _is_alike(each, quick)), quick)
+    alike = [each for each in here if (each.circumstances.kind, each.circumstances.device) == (own.kind, own.device)]
+    together = next((each for each in alike if own.num_ranks > 1 and each.gather), quick)
     return replace(
         quick,
         disk_read=disk.disk_read,
@@ -115,10 +116,6 @@ def _with_links_of_others(quick: Measured, kept: list[Measured]) -> Measured:
         gather=together.gather,
         reduce=together.reduce,
     )
-
-
-def _is_alike(one: Measured, other: Measured) -> bool:
-    return one.circumstances.kind == other.circumstances.kind and one.circumstances.device == other.circumstances.device
 
 
 def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
@@ -173,10 +170,6 @@ def _disk_free_bytes(folder: str | None) -> int | None:
         return free_bytes(default_folder() if folder is None else Path(folder))
     except (TierError, OSError):  # the run raises an error if the folder is unusable
         return None
-
-
-def _link(measured: tuple[float, float] | None) -> Link | None:
-    return None if measured is None else Link(*measured)
 
 
 def _source(measured: Measured) -> str:

@@ -14,40 +14,37 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from roomier.api.callback import kept_by
+from roomier.api.engine import Engine
+from roomier.api.module import Module
 from roomier.core.device import memory
 from roomier.core.device.capability import capabilities_of
-from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.errors import TrainingError
 from roomier.core.units import format_bytes
+from roomier.core.world import World
+from roomier.plan import Plan
 from roomier.plan.levers import used_levers
+from roomier.planner.choice import Choice, words_of
 from roomier.planner.choosing.candidates import changed
+from roomier.planner.choosing.choose import budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
+from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.deadline import AFTER_OUT_OF_MEMORY_S, Deadline
+from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.forecast import Forecast
+from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.this_machine import this_machine
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.measured.record import moment_text
+from roomier.planner.memory.kinds import MODEL_STATES, NAMES, total_bytes
+from roomier.planner.memory.tracker import MemoryTracker
 from roomier.planner.workload import Workload
-
-if TYPE_CHECKING:
-    from roomier.api.engine import Engine
-    from roomier.api.module import Module
-    from roomier.core.world import World
-    from roomier.plan import Plan
-    from roomier.planner.choice import Choice
-    from roomier.planner.forecast import Forecast
-    from roomier.planner.hardware.machine import Machine
 
 T = TypeVar("T")
 
-_NAMES = {
-    Kind.PARAMETER: "weights",
-    Kind.GATHERED: "gathered weights",
-    Kind.GRADIENT: "gradients",
-    Kind.OPTIMIZER_STATE: "optimizer states",
-}
 _CALL_WITH_HOOKS = "Module._call_impl.<locals>.inner"
 # Maximum forecast of the next plan, relative to the forecast of the plan that ran out of memory.
 _LESS = 0.9
@@ -104,7 +101,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     machine = attempt(lambda: _machine(failed))
     if forecast is None and workload is not None and machine is not None:
         at_hand, this = workload, machine
-        forecast = attempt(lambda: _forecast(at_hand, plan, this))
+        forecast = attempt(lambda: confirm(at_hand, plan, this))
     advice, nearest = "", None
     if workload is not None and machine is not None:
         found = attempt(lambda: _advice(workload, plan, machine, forecast))
@@ -170,16 +167,14 @@ def _one_line(error: BaseException) -> str:
 
 def _held(engine: Engine) -> str:
     """Return text about the memory of this rank by kind and about its allocator, without communication."""
-    from roomier.planner.memory.tracker import MemoryTracker  # late import: loads torch's sharding modules
-
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     num_bytes = look.now().num_bytes
-    parts = [f"{name} {format_bytes(num_bytes.get(kind, 0))}" for kind, name in _NAMES.items() if num_bytes.get(kind)]
+    parts = [f"{NAMES[kind]} {format_bytes(num_bytes[kind])}" for kind in MODEL_STATES if num_bytes.get(kind)]
     if not capabilities_of(engine.device).has_memory_statistics:
         return ", ".join(parts)
     allocated = memory.allocated_bytes(engine.device)
-    rest = max(allocated - sum(num_bytes.get(kind, 0) for kind in _NAMES), 0)
+    rest = max(allocated - total_bytes(num_bytes, MODEL_STATES), 0)
     parts.append(f"activations and other tensors {format_bytes(rest)}")
     info = memory.free_and_total_bytes(engine.device)
     of_device = "" if info is None else f" of {format_bytes(info[1])}, {format_bytes(info[0])} free"
@@ -190,8 +185,6 @@ def _held(engine: Engine) -> str:
 
 
 def _forecast_text(forecast: Forecast, *, was_planned: bool) -> str:
-    from roomier.planner.measured.record import moment_text
-
     when = "The forecast was" if was_planned else "The forecast, computed after the error, is"
     peak = forecast.peak
     return f"{when} {format_bytes(forecast.peak_bytes)} at {moment_text(peak.phase, peak.place)}"
@@ -221,40 +214,22 @@ def _machine(failed: FailedRun) -> Machine:
     return this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
 
 
-def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
-    from roomier.planner.dry_runs.confirm import confirm
-
-    return confirm(workload, plan, machine)
-
-
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
     """Return advice that contains Trainer keywords to copy, and the plan that results from these keywords. If no plan
     fits, return different advice and None."""
-    from roomier.planner.choosing.choose import budget_of, choose
-
     budget_bytes = budget_of(plan, machine)
     if forecast is not None:
         budget_bytes = min(budget_bytes, int(_LESS * forecast.peak_bytes))
     asked = changed(plan, {"parallel.strategy": "auto"})
     deadline = Deadline.after(AFTER_OUT_OF_MEMORY_S)
     choice = choose(workload, asked, machine, budget_bytes=budget_bytes, deadline=deadline.first_half())
-    if choice.chosen is None:
-        return _no_plan_fits_text(workload, asked, choice, deadline), None
-    return _keywords_text(choice.chosen, workload.batch_size), choice.chosen.plan
-
-
-def _no_plan_fits_text(workload: Workload, plan: Plan, choice: Choice, deadline: Deadline) -> str:
-    from roomier.planner.choosing.nearest import no_plan_fits
-
-    error: RoomierError = no_plan_fits(workload, plan, choice, deadline=deadline)
-    return f"No plan fits on this machine: {error.action}"
-
-
-def _keywords_text(forecast: Forecast, given_batch_size: int) -> str:
-    from roomier.planner.choice import words_of
-
-    smaller = "" if forecast.micro_batch == given_batch_size else f", with batches of {forecast.micro_batch} samples"
-    return (
-        f"The nearest plan that fits, with a forecast of {format_bytes(forecast.peak_bytes)}, is "
-        f"{words_of(forecast.plan, forecast.micro_batch)}: {as_call(trainer_keywords(forecast.plan))}{smaller}"
+    chosen = choice.chosen
+    if chosen is None:
+        error = no_plan_fits(workload, asked, choice, deadline=deadline)
+        return f"No plan fits on this machine: {error.action}", None
+    smaller = f", with batches of {chosen.micro_batch} samples" if chosen.micro_batch != workload.batch_size else ""
+    advice = (
+        f"The nearest plan that fits, with a forecast of {format_bytes(chosen.peak_bytes)}, is "
+        f"{words_of(chosen.plan, chosen.micro_batch)}: {as_call(trainer_keywords(chosen.plan))}{smaller}"
     )
+    return advice, chosen.plan

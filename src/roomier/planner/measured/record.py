@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from roomier.planner.memory.tracker import MemoryTracker
 
 FILE_NAME = "forecast.json"
 _FORMAT = 1
+_PLAIN = ("micro_batch", "method", "fixed_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "remark")
+_OF_DEVICE = ("allocator_bytes", "reserved_bytes", "beside_bytes")
 
 
 def moment_text(phase: str, place: str) -> str:
@@ -148,9 +150,7 @@ class ForecastRecord:
                 {
                     "rank": each.rank,
                     "peak_bytes": each.peak_bytes,
-                    "allocator_bytes": each.allocator_bytes,
-                    "reserved_bytes": each.reserved_bytes,
-                    "beside_bytes": each.beside_bytes,
+                    **{name: getattr(each, name) for name in _OF_DEVICE},
                     "peak_at": {"phase": each.peak.phase, "place": each.peak.place},
                     "bytes_by_kind": _kinds_dict(each.peak.peak),
                     "timeline": _timeline_dict(each.timeline if each is worst else (each.peak,)),
@@ -200,29 +200,17 @@ def record_from(data: Mapping[str, Any]) -> ForecastRecord:
     """
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']}, not {_FORMAT}")
-    stored, machine = data["forecast"], data["machine"]
+    stored = data["forecast"]
     forecast = Forecast(
         plan=Plan.of(stored["plan"]),
-        machine=_machine_from(machine),
-        micro_batch=stored["micro_batch"],
-        method=stored["method"],
+        machine=_machine_from(data["machine"]),
         timeline=_timeline_from(stored["timeline"]),
-        fixed_bytes=stored["fixed_bytes"],
-        host_bytes=stored["host_bytes"],
-        time=_time_from(stored["time"]),
-        pinned_bytes=stored.get("pinned_bytes", 0),
-        disk_bytes=stored.get("disk_bytes", 0),
+        time=None if stored["time"] is None else StepTime(**stored["time"]),
         traffic=Traffic(**stored.get("traffic", {})),
-        remark=stored.get("remark", ""),
+        **{name: stored[name] for name in _PLAIN if name in stored},
     )
     ranks = tuple(
-        TrackedRank(
-            each["rank"],
-            _timeline_from(each["timeline"]),
-            each["allocator_bytes"],
-            each.get("reserved_bytes"),
-            each.get("beside_bytes"),
-        )
+        TrackedRank(each["rank"], _timeline_from(each["timeline"]), *map(each.get, _OF_DEVICE))
         for each in data["measured"]
     )
     if not (ranks and forecast.timeline and all(each.timeline for each in ranks)):
@@ -239,15 +227,10 @@ def record_from(data: Mapping[str, Any]) -> ForecastRecord:
 
 
 def _machine_from(stored: Mapping[str, Any]) -> Machine:
-    kinds: dict[str, Any] = {"Device": Device, "Link": Link}
-    types = {field.name: str(field.type) for field in fields(Machine)}
-    return Machine(
-        **{name: kinds[types[name]](**value) if types[name] in kinds else value for name, value in stored.items()}
-    )
-
-
-def _time_from(stored: Mapping[str, Any] | None) -> StepTime | None:
-    return None if stored is None else StepTime(**stored)
+    made: dict[str, Any] = {
+        name: Link(**each) if isinstance(each, Mapping) else each for name, each in stored.items() if name != "device"
+    }
+    return Machine(device=Device(**stored["device"]), **made)
 
 
 def _kinds_dict(num_bytes: Mapping[Kind, int]) -> dict[str, int]:

@@ -31,6 +31,17 @@ class Kind(StrEnum):
     TEMPORARY = "temporary"
 
 
+NAMES = {
+    Kind.PARAMETER: "weights",
+    Kind.OPTIMIZER_STATE: "optimizer states",
+    Kind.GRADIENT: "gradients",
+    Kind.GATHERED: "gathered weights",
+    Kind.ACTIVATION: "activations",
+    Kind.COMMUNICATION: "communication",
+    Kind.TEMPORARY: "temporaries",
+}
+"""Names of the kinds of memory for users."""
+
 MODEL_STATES = (Kind.PARAMETER, Kind.GATHERED, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
 """Kinds of the model states, whose sizes depend on the strategy but not on the batch."""
 
@@ -43,6 +54,13 @@ def total_bytes(num_bytes: BytesByKind, kinds: Iterable[Kind] = tuple(Kind)) -> 
 
 
 NumBytes = dict[Kind, int]
+
+
+def added(one: BytesByKind, other: BytesByKind, factor: int = 1) -> NumBytes:
+    """Return the sum of ``one`` and ``factor`` times ``other``, by kind."""
+    return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}
+
+
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
 """Kinds of memory whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
 results."""
@@ -66,15 +84,25 @@ class Interval:
     peak: NumBytes
     end: NumBytes
 
+    @property
+    def moments(self) -> tuple[NumBytes, NumBytes, NumBytes]:
+        """Bytes by kind at the start, at the peak and at the end."""
+        return self.begin, self.peak, self.end
+
     @cached_property
     def peak_bytes(self) -> int:
         """Total bytes at the peak."""
         return total_bytes(self.peak)
 
+    def plus(self, begin: BytesByKind, peak: BytesByKind, end: BytesByKind) -> Interval:
+        """Return this interval with additional bytes at its start, at its peak and at its end."""
+        moments = map(added, self.moments, (begin, peak, end))
+        return Interval(self.phase, self.place, *moments)
+
     def with_activations(self, factor: float) -> Interval:
         """Return this interval with the activations and temporaries multiplied by ``factor``."""
         moments = (
             {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
-            for moment in (self.begin, self.peak, self.end)
+            for moment in self.moments
         )
         return Interval(self.phase, self.place, *moments)

@@ -25,7 +25,6 @@ fewer rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +38,7 @@ from roomier.planner.memory.walk import (
     Walk,
     gradient_bytes,
     in_order_of_gathering,
+    own_elements,
     own_shape,
     unit_bytes,
 )
@@ -99,8 +99,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
         buffer_bytes: result of :func:`roomier.planner.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
-    step = _ShardedStep(units, layout, kept) if layout.is_sharded else _UnshardedStep(units, layout, kept)
-    return ModelStates([*step.moments, StatesMoment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
+    return ModelStates((_sharded_moments if layout.is_sharded else _unsharded_moments)(units, layout, kept))
 
 
 def kept_bytes(
@@ -120,38 +119,19 @@ def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
     trained = (
         weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
     )
-    return sum(
-        math.prod(own_shape(each.shape, layout)) * torch.promote_types(each.dtype, torch.float32).itemsize
-        for each in trained
-    )
+    return sum(own_elements(each, layout) * torch.promote_types(each.dtype, torch.float32).itemsize for each in trained)
 
 
-class _UnshardedStep:
-    """Step with unsharded parameters, on a single device or with DDP."""
+def _unsharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> list[StatesMoment]:
+    """Return the moments of a step with unsharded parameters, on a single device or with DDP."""
 
-    def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
-        self.moments: list[StatesMoment] = []
-        self.now = {**dict.fromkeys(Kind, 0), **kept}
-        gradients = sum(gradient_bytes(unit.weights) for unit in units)
-        is_ddp = layout.strategy == "ddp"
-        self.bucket_bytes = gradients if is_ddp else 0  # DDP keeps its buckets between steps
-        self.now[Kind.GRADIENT] += self.bucket_bytes
-        self._note("forward")
-        if layout.steps_in_backward:
-            self._update_in_backward(units)
-            return
-        # Gradients that are not reduced yet exist in addition to the buckets.
-        extra_bytes = gradients if not is_ddp or layout.num_micro_batches > 1 else 0
-        self.now[Kind.GRADIENT] += extra_bytes
-        self._note("backward")
-        if is_ddp:
-            self.now[Kind.GRADIENT] -= extra_bytes
-        self._note("update")
+    def moment(name: str, gradient: int) -> StatesMoment:
+        return StatesMoment(name, {**dict.fromkeys(Kind, 0), **kept, Kind.GRADIENT: gradient})
 
-    def _note(self, name: str) -> None:
-        self.moments.append(StatesMoment(name, dict(self.now)))
-
-    def _update_in_backward(self, units: list[Unit]) -> None:
+    gradients = sum(gradient_bytes(unit.weights) for unit in units)
+    is_ddp = layout.strategy == "ddp"
+    buckets = gradients if is_ddp else 0  # DDP keeps its buckets between steps
+    if layout.steps_in_backward:
         # All parameters of a block, including its norms, are updated together. Parameters outside the blocks are
         # updated one by one.
         groups: list[list[Weight]] = []
@@ -160,52 +140,52 @@ class _UnshardedStep:
                 groups[-1] += unit.weights
             else:
                 groups += [[weight] for weight in unit.weights] if unit.is_root else [list(unit.weights)]
-        for group in reversed(groups):
-            num_bytes = gradient_bytes(group)
-            self.now[Kind.GRADIENT] += num_bytes
-            self._note(f"backward, {group[0].name}")
-            self.now[Kind.GRADIENT] -= num_bytes
+        later = [moment(f"backward, {each[0].name}", buckets + gradient_bytes(each)) for each in reversed(groups)]
+    else:
+        # Gradients that are not reduced yet exist in addition to the buckets.
+        extra = gradients if not is_ddp or layout.num_micro_batches > 1 else 0
+        later = [moment("backward", buckets + extra), moment("update", buckets if is_ddp else extra)]
+    return [moment("forward", buckets), *later, moment("between steps", buckets)]
+
+
+def _sharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> list[StatesMoment]:
+    """Return the moments of a step with sharded parameters."""
+    step = _ShardedStep(units, layout, kept)
+    now = dict(zip(KINDS, step.walk.now, strict=True))
+    return [*step.moments, StatesMoment("update", now), StatesMoment("between steps", {**now, Kind.GRADIENT: 0})]
 
 
 class _ShardedStep:
     """Step with sharded units, in the order of the modules."""
 
-    bucket_bytes = 0
-
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
         self.moments: list[StatesMoment] = []
         self._units = units
-        self._walk = Walk(units, layout)
+        self.walk = Walk(units, layout)
         for kind, num_bytes in kept.items():
-            self._walk.add(kind, num_bytes)
+            self.walk.add(kind, num_bytes)
         for index in range(layout.num_micro_batches):
             self._forward()
             is_first, is_last = index == 0, index == layout.num_micro_batches - 1
             self._backward(is_first=is_first, is_last=is_last)
             if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
-        self.moments.append(StatesMoment("update", self.now))
-
-    @property
-    def now(self) -> dict[Kind, int]:
-        """Current bytes by kind."""
-        return dict(zip(KINDS, self._walk.now, strict=True))
 
     def _take_notes(self) -> None:
-        for note in self._walk.take_notes():
+        for note in self.walk.take_notes():
             event = "" if note.event == "computes" else f" {note.event}"
             name = f"{note.phase}, {self._units[note.unit].name}{event}"
             self.moments.append(StatesMoment(name, dict(zip(KINDS, note.num_bytes, strict=True))))
 
     def _forward(self) -> None:
         for number in range(len(self._units)):
-            self._walk.enter(number, self._walk.gathered_ahead(number), "forward")
-            self._walk.end_forward(number)
-        self._walk.end_forward_of_all()
+            self.walk.enter(number, self.walk.gathered_ahead(number), "forward")
+            self.walk.end_forward(number)
+        self.walk.end_forward_of_all()
         self._take_notes()
 
     def _backward(self, *, is_first: bool, is_last: bool, gathers_ahead: bool = True) -> None:
-        walk = self._walk
+        walk = self.walk
         root = [number for number, unit in enumerate(self._units) if unit.is_root]
         others = [number for number, unit in enumerate(self._units) if not unit.is_root]
         late = [*root, *(number for number in others if self._units[number].ends_late)]

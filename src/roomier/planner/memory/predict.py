@@ -70,6 +70,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         # The model is not wrapped on a single rank. With 1-bit Adam, the model is not wrapped either, because the
         # gradients differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
+    is_speculative = plan.offload.optimizer_states != "none" and update_mode(plan) == "speculative"
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(
         strategy="zero3" if is_one_copy else parallel.strategy,
@@ -80,13 +81,9 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         on_gloo=device.type == "cpu",
         is_sequential=parallel.communication == "sequential",
         steps_in_backward=steps_in_backward,
-        reads_in_backward=_is_speculative(plan) and num_micro_batches == 1,
+        reads_in_backward=is_speculative and num_micro_batches == 1,
         num_backwards=2 if has_two_backwards(plan) else 1,
     )
-
-
-def _is_speculative(plan: Plan) -> bool:
-    return plan.offload.optimizer_states != "none" and update_mode(plan) == "speculative"
 
 
 def _model_states(
@@ -97,18 +94,25 @@ def _model_states(
     rank: int,
     optimizers: Sequence[Optimizer],
 ) -> ModelStates:
+    updated_by = groups_of_weights(network, optimizers)
+    precision = precision_of(plan.precision.mode, device)
+    units = units_with_weights(network, blocks, precision.autocast_dtype, precision.weight_dtype)
+    buffers = buffer_bytes(network, precision.weight_dtype)
+    return model_states(units, layout_of(plan, device, rank), state_bytes_of(plan, updated_by), buffers)
+
+
+def groups_of_weights(
+    network: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, tuple[Optimizer, Mapping[str, Any]]]:
+    """Return the optimizer and the parameter group of each weight that is updated, by the name of the weight."""
     names = {parameter: name for name, parameter in network.named_parameters()}
-    updated_by = {
+    return {
         names[parameter]: (optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter in names
     }
-    precision = precision_of(plan.precision.mode, device)
-    units = units_with_weights(network, blocks, precision.autocast_dtype, precision.weight_dtype)
-    buffers = buffer_bytes(network, precision.weight_dtype)
-    return model_states(units, layout_of(plan, device, rank), state_bytes_of(plan, updated_by), buffers)
 
 
 def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping[str, Any]]]) -> StateBytes:

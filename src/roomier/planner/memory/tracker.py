@@ -42,20 +42,11 @@ from roomier.techniques.tiers.buffers import memory_of_a_tier
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of communication operations
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
 # Kinds of a storage in increasing priority. A later kind in this list replaces an earlier kind.
-_STRENGTH = {
-    kind: index
-    for index, kind in enumerate(
-        (
-            Kind.TEMPORARY,
-            Kind.ACTIVATION,
-            Kind.COMMUNICATION,
-            Kind.GRADIENT,
-            Kind.OPTIMIZER_STATE,
-            Kind.GATHERED,
-            Kind.PARAMETER,
-        )
-    )
-}
+_BY_STRENGTH = (
+    *(Kind.TEMPORARY, Kind.ACTIVATION, Kind.COMMUNICATION, Kind.GRADIENT),
+    *(Kind.OPTIMIZER_STATE, Kind.GATHERED, Kind.PARAMETER),
+)
+_STRENGTH = {kind: index for index, kind in enumerate(_BY_STRENGTH)}
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,13 @@ from typing import NamedTuple
 import torch
 
 from roomier.planner.memory.kinds import Kind
-from roomier.planner.memory.weights import Unit, Weight, WeightShape
+from roomier.planner.memory.weights import Unit, Weight
 
 KINDS = tuple(Kind)
 NumBytes = tuple[int, ...]
 """Bytes of each kind, in the order of ``KINDS``."""
 
-_PARAMETER, _GATHERED, _GRADIENT, _STATE, _ACTIVATION, _SENT, _TEMPORARY = (
-    KINDS.index(each)
-    for each in (
-        Kind.PARAMETER,
-        Kind.GATHERED,
-        Kind.GRADIENT,
-        Kind.OPTIMIZER_STATE,
-        Kind.ACTIVATION,
-        Kind.COMMUNICATION,
-        Kind.TEMPORARY,
-    )
-)
+_PARAMETER, _GATHERED, _GRADIENT, _STATE, _ACTIVATION, _SENT, _TEMPORARY = range(len(KINDS))  # in the order of Kind
 
 
 @dataclass(frozen=True)
@@ -131,21 +120,21 @@ class UnitBytes:
 
 def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
     """Return the sizes of the tensors of ``unit`` under ``layout``. Equal blocks share a cached result."""
-    return _unit_bytes(unit.shapes, unit.gathered_dtype, unit.sum_dtype, layout)
+    return _unit_bytes(unit.weights, unit.gathered_dtype, unit.sum_dtype, layout)
 
 
 @cache
 def _unit_bytes(
-    shapes: tuple[WeightShape, ...], gathered_dtype: torch.dtype, sum_dtype: torch.dtype, layout: Layout
+    weights: tuple[Weight, ...], gathered_dtype: torch.dtype, sum_dtype: torch.dtype, layout: Layout
 ) -> UnitBytes:
-    whole = [each for each in shapes if layout.is_sharded and not each.shape]
-    shapes = tuple(each for each in shapes if each not in whole)
-    padded = [padded_elements(each.shape, layout) for each in shapes]
-    trained = [(math.prod(each.shape), num) for each, num in zip(shapes, padded, strict=True) if each.is_trained]
+    whole = [each for each in weights if layout.is_sharded and not each.shape]
+    weights = tuple(each for each in weights if each not in whole)
+    padded = [padded_elements(each.shape, layout) for each in weights]
+    trained = [(math.prod(each.shape), num) for each, num in zip(weights, padded, strict=True) if each.is_trained]
     num_trained, num_sent = sum(own for own, _ in trained), sum(num for _, num in trained)
-    weight_dtype = shapes[0].dtype if shapes else gathered_dtype
+    weight_dtype = weights[0].dtype if weights else gathered_dtype
     gathered = sum(padded) * gathered_dtype.itemsize
-    is_cast = any(each.dtype != gathered_dtype for each in shapes)
+    is_cast = any(each.dtype != gathered_dtype for each in weights)
     wire_dtype = layout.wire_dtype
     if wire_dtype is None:
         # Only the reduction between gloo ranks can send gradients in 16 bits and sum them in 32 bits.
@@ -159,7 +148,7 @@ def _unit_bytes(
     is_used = layout.steps_in_backward or layout.reads_in_backward
     may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not is_used and not layout.is_sequential
     return UnitBytes(
-        stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True))
+        stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(weights, padded, strict=True))
         + sum(each.dtype.itemsize for each in whole),
         gathered=gathered,
         cast=gathered // layout.num_shards if is_cast else 0,
@@ -185,6 +174,16 @@ def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         return shape
     rows = math.ceil(shape[0] / layout.num_shards)
     return (min(max(shape[0] - rows * layout.shard, 0), rows), *shape[1:])
+
+
+def own_elements(weight: Weight, layout: Layout) -> int:
+    """Return the number of elements of this rank's shard of ``weight``."""
+    return math.prod(own_shape(weight.shape, layout))
+
+
+def own_bytes(weight: Weight, layout: Layout) -> int:
+    """Return the size in bytes of this rank's shard of ``weight``."""
+    return own_elements(weight, layout) * weight.dtype.itemsize
 
 
 def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:

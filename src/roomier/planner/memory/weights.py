@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,33 +17,18 @@ from roomier.techniques.adapters.lora import apply_lora, quantise_base
 from roomier.techniques.parallel.shard import parts_of, root_parameters_of, units_of
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShape:
-    """Parameter without its name and values, so that the parameters of equal blocks compare equal.
-
-    Attributes:
-        shape: unsharded shape.
-        dtype: dtype in which the optimizer updates the parameter.
-        is_trained: True if the parameter requires gradients.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_trained: bool
-
-
 @dataclass(frozen=True)
 class Weight:
     """Parameter without its values.
 
     Attributes:
-        name: qualified name.
+        name: qualified name, which is not compared, so that the parameters of equal blocks are equal.
         shape: unsharded shape.
         dtype: dtype in which the optimizer updates the parameter.
         is_trained: True if the parameter requires gradients.
     """
 
-    name: str
+    name: str = field(compare=False)
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trained: bool
@@ -75,11 +59,6 @@ class Unit:
     ends_late: bool = False
     is_looked_up: bool = False
     is_inner: bool = False
-
-    @cached_property
-    def shapes(self) -> tuple[WeightShape, ...]:
-        """Shapes of the weights."""
-        return tuple(WeightShape(each.shape, each.dtype, each.is_trained) for each in self.weights)
 
 
 def units_with_weights(

@@ -21,7 +21,7 @@ from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import ForecastRecord, moment_text
-from roomier.planner.memory.kinds import Interval, Kind
+from roomier.planner.memory.kinds import NAMES, Interval, Kind
 from roomier.planner.report.what_if import Grid
 
 # Paul Tol's "bright" scheme, which is distinguishable with any kind of color vision: https://personal.sron.nl/~pault/
@@ -36,17 +36,6 @@ COLOURS = {
     Kind.TEMPORARY: "#a8a8a8",
 }
 """Colors by kind, in stacking order. Kinds of memory that exist during the full step are at the bottom."""
-
-NAMES = {
-    Kind.PARAMETER: "weights",
-    Kind.OPTIMIZER_STATE: "optimizer states",
-    Kind.GRADIENT: "gradients",
-    Kind.GATHERED: "gathered weights",
-    Kind.ACTIVATION: "activations",
-    Kind.COMMUNICATION: "communication",
-    Kind.TEMPORARY: "temporaries",
-}
-"""Names of the kinds of memory in reports."""
 
 _FIXED = "url(#roomier-fixed)"  # fill of fixed bytes
 _SIDE = 1000  # width and height of a drawing, which is stretched to the available space

@@ -40,7 +40,8 @@ def choice_table(
         max_plans: maximum number of plans with a forecast to show. The best plan of each strategy is always shown.
     """
     shown = _best_of_all(choice.considered, max_plans)
-    unit, unit_bytes = _common_unit([each.forecast.peak_bytes for each in shown if each.forecast is not None])
+    largest = max((each.forecast.peak_bytes for each in shown if each.forecast is not None), default=0)
+    unit, unit_bytes = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     speed = "samples/s" if tokens_per_sample is None else "tokens/s"
     table = _table(_title(choice))
     table.add_column("plan", overflow="fold", ratio=1)
@@ -115,11 +116,6 @@ def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
     return states, activations, forecast.peak_bytes - states - activations
 
 
-def _levers_shown(plan: Plan) -> list[str]:
-    name = plan.optimizer.name
-    return levers_of(plan) + ([] if name in (None, "adamw") else [str(name)])
-
-
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
     """Among the plans with a forecast, return the first plan of each strategy, and as many of the next plans as
     ``max_plans`` allows."""
@@ -141,10 +137,11 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
     forecast, plan = each.forecast, each.plan
     assert forecast is not None
     copies = f" ({plan.parallel.shard_size} per replica)" if plan.parallel.strategy == "hsdp" else ""
+    optimizer = [] if plan.optimizer.name in (None, "adamw") else [str(plan.optimizer.name)]
     step_s = None if forecast.time is None else forecast.time.total_s
     num_items = forecast.global_batch * (tokens_per_sample or 1)
     cells = [
-        ", ".join([plan.parallel.strategy + copies, *_levers_shown(plan)]),
+        ", ".join([plan.parallel.strategy + copies, *levers_of(plan), *optimizer]),
         f"{plan.batch.accumulate_grad_batches} x {each.micro_batch}",
         *(f"{count / unit_bytes:.1f}" for count in (forecast.peak_bytes, *bytes_in_three(forecast))),
         "" if step_s is None else format_seconds(step_s),
@@ -153,13 +150,6 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
         "yes" if each.fits else "no",
     ]
     return [Text(cell) for cell in cells]
-
-
-def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
-    """Return the name and the size in bytes of a unit for ``counts``: GiB if one count is at least 1 GiB, otherwise
-    MiB."""
-    largest = max(counts, default=0)
-    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 
 def _title(choice: Choice) -> Text:

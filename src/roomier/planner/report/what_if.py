@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
-from roomier.planner.choosing.pricing import Prices, prices_of
+from roomier.planner.choosing.pricing import ClosedForms, Prices
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 
@@ -31,6 +32,14 @@ class Grid:
     columns: Sequence[int]
     peak_bytes: Sequence[Sequence[int | None]]
     budget_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "rows": {"name": self.row_name, "values": self.rows},
+            "columns": {"name": self.column_name, "values": self.columns},
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def what_if(
@@ -56,7 +65,7 @@ def what_if(
     peaks = []
     for _, make in workloads:
         workload = make()
-        prices = prices_of(workload, machine)
+        prices = ClosedForms(workload, machine)
 
         def peak(micro_batch: int, prices: Prices = prices) -> int | None:
             try:

@@ -160,8 +160,8 @@ def recomputed_blocks(
     }
 
 
-def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> float:
-    """Return the seconds per step that the recomputation of a block adds.
+def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> int:
+    """Return the nanoseconds per step that the recomputation of a block adds.
 
     Args:
         forward: work of the block's forward pass over all micro-batches.
@@ -170,8 +170,9 @@ def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> fl
         device: device on which the operations run.
     """
     if keep is Keep.ALL:
-        return 0.0
-    return duration(_again(forward, keep) + _overhead(forward, keep, plan), device, plan.precision.matmul).on(device)
+        return 0
+    work = _again(forward, keep) + _overhead(forward, keep, plan)
+    return round(1e9 * duration(work, device, plan.precision.matmul).on(device))
 
 
 def _again(forward: Work, keep: Keep) -> Work:

@@ -27,7 +27,7 @@ import torch
 from roomier.plan import Plan
 from roomier.plan.choices import compression_named
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.memory.walk import Layout, gradient_bytes, own_shape
+from roomier.planner.memory.walk import Layout, gradient_bytes, own_bytes, own_elements, unit_bytes
 from roomier.planner.memory.weights import Unit, Weight
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 
@@ -103,7 +103,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
     found = []
     known: dict[Any, tuple[UnitExchange, UnitExchange]] = {}  # cache for equal blocks
     for unit in units:
-        alike = (unit.shapes, unit.gathered_dtype, unit.sum_dtype)
+        alike = (unit.weights, unit.gathered_dtype, unit.sum_dtype)
         if alike not in known:
             known[alike] = _gather(unit, plan, layout, machine), _reduce(unit, plan, layout, machine)
         gather, reduce = known[alike]
@@ -153,55 +153,37 @@ def num_buckets_of(units: Sequence[Unit]) -> int:
     return max(math.ceil(num_bytes / BUCKET_BYTES), 1)
 
 
-def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
-    """Return the dtype in which the gradients of ``unit`` are sent in a sharded model."""
-    if layout.wire_dtype is not None:
-        return layout.wire_dtype
-    is_cast = unit.weights[0].dtype != unit.gathered_dtype
-    # Only the pairwise collectives support sending gradients in 16 bits and summing them in 32 bits.
-    is_low = is_cast and layout.on_gloo and not layout.accumulates_unsharded
-    return unit.gathered_dtype if is_low else unit.sum_dtype
-
-
 def _gather(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
-    group = shard_group(plan)
-    own_elements = sum(_own_elements(each, layout) for each in unit.weights)
-    whole_bytes = own_elements * layout.num_shards * unit.gathered_dtype.itemsize
-    own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in unit.weights)
+    group, whole_bytes = shard_group(plan), unit_bytes(unit, layout).gathered
+    stored_bytes = sum(own_bytes(each, layout) for each in _sharded(unit))
     return UnitExchange(
         group.share_sent * whole_bytes,
         gather_s(whole_bytes, group, machine),
-        own_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes,
+        stored_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes,
     )
 
 
 def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
-    own_elements = sum(_own_elements(each, layout) for each in unit.weights if each.is_trained)
-    if not own_elements:
+    num_own = sum(own_elements(each, layout) for each in _sharded(unit) if each.is_trained)
+    if not num_own:
         return NOTHING
-    group = shard_group(plan)
-    num_elements = own_elements * layout.num_shards
-    whole_bytes = num_elements * wire_dtype_of(unit, layout).itemsize
-    copied_bytes = num_elements * unit.gathered_dtype.itemsize + whole_bytes
+    group, whole_bytes = shard_group(plan), unit_bytes(unit, layout).sent
+    copied_bytes = num_own * layout.num_shards * unit.gathered_dtype.itemsize + whole_bytes
+    part_bytes = num_own * unit.sum_dtype.itemsize
     if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the other shards
-        sum_bytes = own_elements * unit.sum_dtype.itemsize
-        copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
+        copied_bytes += whole_bytes + part_bytes * (2 * layout.num_shards - 1)
     found = UnitExchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
     parallel = plan.parallel
     if parallel.num_ranks == layout.num_shards:
         return found
     copies = Group.of_copies(parallel.num_ranks, layout.num_shards, parallel.devices)
-    part_bytes = own_elements * unit.sum_dtype.itemsize
-    return found + _all_reduce(part_bytes, copies, machine)
+    sent_bytes = 2 * copies.share_sent * part_bytes
+    return found + UnitExchange(sent_bytes, all_reduce_s(part_bytes, copies, machine))
 
 
-def _own_elements(weight: Weight, layout: Layout) -> int:
+def _sharded(unit: Unit) -> list[Weight]:
     # Scalar tensors are not sharded. They are reduced once per step, in negligible time.
-    return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
-
-
-def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> UnitExchange:
-    return UnitExchange(2 * group.share_sent * num_bytes, all_reduce_s(num_bytes, group, machine))
+    return [each for each in unit.weights if each.shape]
 
 
 def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:

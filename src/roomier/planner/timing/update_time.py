@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
@@ -24,7 +25,7 @@ from roomier.plan.choices import OPTIMIZERS
 from roomier.plan.levers import lever_that_frees_gradients, rounding_in_force
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device, Machine
-from roomier.planner.memory.walk import Layout, own_shape
+from roomier.planner.memory.walk import Layout, own_bytes
 from roomier.planner.memory.weights import Unit, Weight
 from roomier.planner.timing.collective_time import all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, rate_of
@@ -111,8 +112,12 @@ def update_time(
     if plan.optimizer.name is None and counted.num_operations:
         return Update(duration(counted, device).on(device), *_clipping_exchange(plan, machine, layout))
     trained = [each for unit in units for each in unit.weights if each.is_trained]
-    hidden = [each for each in trained if plan.optimizer.name == "muon" and _is_hidden(each, blocks)]
-    others = [each for each in trained if each not in hidden] if hidden else trained
+    prefixes = tuple(f"{block}." for block in blocks)
+    of_muon = [
+        plan.optimizer.name == "muon" and len(each.shape) == 2 and each.name.startswith(prefixes) for each in trained
+    ]
+    hidden = list(compress(trained, of_muon))
+    others = [each for each, is_hidden in zip(trained, of_muon, strict=True) if not is_hidden]
     found = _clipping(trained, plan, layout) + _started(len(trained), plan)
     found += _moved(others, _moved_by(plan, is_hidden=False), layout, device.kind)
     if hidden:
@@ -178,19 +183,19 @@ def _moved_by(plan: Plan, *, is_hidden: bool) -> Moved:
 
 def _moved(weights: Sequence[Weight], moved: Moved, layout: Layout, kind: str) -> Work:
     of_weight = moved.cpu_bytes if kind == "cpu" else moved.cuda_bytes
-    num_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize / moved.itemsize * of_weight for each in weights)
+    num_bytes = sum(own_bytes(each, layout) / moved.itemsize * of_weight for each in weights)
     return Work(other_bytes=num_bytes, num_operations=moved.num_operations * len(weights) + 1)
 
 
 def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
-    own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in weights)
+    shard_bytes = sum(own_bytes(each, layout) for each in weights)
     num_passes = 0
     if plan.batch.gradient_clip_val is not None:
         num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads gradients; scaling reads and writes gradients
     if plan.precision.mode == "16-mixed" and num_passes:
         num_passes += 2  # unscaling
     num_operations = 2 * len(weights) if num_passes else 0
-    return Work(other_bytes=num_passes * own_bytes, num_operations=num_operations)
+    return Work(other_bytes=num_passes * shard_bytes, num_operations=num_operations)
 
 
 def _clipping_exchange(plan: Plan, machine: Machine, layout: Layout) -> tuple[float, float]:
@@ -200,16 +205,8 @@ def _clipping_exchange(plan: Plan, machine: Machine, layout: Layout) -> tuple[fl
     return all_reduce_s(4, group, machine), 2 * group.share_sent * 4
 
 
-def _is_hidden(weight: Weight, blocks: Sequence[str]) -> bool:
-    return len(weight.shape) == 2 and any(weight.name.startswith(f"{block}.") for block in blocks)
-
-
 def _muon_flops(shape: tuple[int, ...]) -> float:
     """Return the floating-point operations of the Newton-Schulz iterations: ``X X^T``, the square of this product, and
     the multiplication of both with ``X``."""
     short, long = sorted(shape)
     return _MUON_STEPS * (4 * short * short * long + 2 * short**3)
-
-
-def _own_elements(weight: Weight, layout: Layout) -> int:
-    return math.prod(own_shape(weight.shape, layout))
