@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
+from roomier.callbacks.checkpoint_folder import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
 from roomier.core.errors import RoomierError
 
 METRICS = {"epoch": 3, "step": 120, "val_loss": torch.tensor(0.12345), "val/acc": 0.5, "a.b": 2.0}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from roomier import checkpoint
 from roomier.callbacks import ModelCheckpoint
-from roomier.callbacks.interval import Interval
+from roomier.callbacks.model_checkpoint import Interval
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.ranks import Ranks
 from tests.callbacks.conftest import Scripted
@@ -28,7 +28,7 @@ class Clock:
 
 def test_single_rank_checks_the_clock_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("roomier.callbacks.interval.time", clock)
+    monkeypatch.setattr("roomier.callbacks.model_checkpoint.time", clock)
     interval, over = Interval(10.0), []
     interval.begin()
     for step in range(40):
@@ -39,7 +39,7 @@ def test_single_rank_checks_the_clock_in_every_step(monkeypatch: pytest.MonkeyPa
 
 
 def check_in_each_step(num_steps: int, step_s: float, length_s: float) -> tuple[list[int], int]:
-    from roomier.callbacks import interval as module
+    from roomier.callbacks import model_checkpoint as module
 
     clock, num_checks = Clock(), 0
     module.time = clock  # type: ignore[assignment]

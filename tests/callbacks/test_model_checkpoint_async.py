@@ -13,7 +13,7 @@ import torch
 
 from roomier import Callback, checkpoint
 from roomier.callbacks import ModelCheckpoint
-from roomier.checkpoint import store
+from roomier.checkpoint import saving
 from roomier.core.errors import CheckpointError
 from tests.callbacks.conftest import Batches, Scripted
 from tests.ranks.pool import RankPool
@@ -28,13 +28,13 @@ class Slow(Callback):
         self.opened = threading.Event()
         self.last, self.saver = last, saver
         self.named: list[str] = []
-        write = store._write_file
+        write = saving._write_file
 
         def write_later(*arguments: Any) -> Any:
             assert self.opened.wait(30)
             return write(*arguments)
 
-        monkeypatch.setattr(store, "_write_file", write_later)
+        monkeypatch.setattr(saving, "_write_file", write_later)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.named.append(os.path.basename(self.saver.best_model_path))
@@ -89,7 +89,7 @@ def test_failed_write_ends_the_fit_at_a_later_save_point(
             if trainer.global_step in (7, 9) and thread:
                 thread.join()
             if trainer.global_step == 7:  # the checkpoint of step 4 is complete
-                monkeypatch.setattr(store.TensorFile, "append", no_space)
+                monkeypatch.setattr(saving.TensorFile, "append", no_space)
 
     trainer = make_trainer(saver, Fails(), max_steps=100, max_epochs=20)
     with pytest.raises(CheckpointError, match="No space left on device"):

@@ -76,8 +76,8 @@ def test_timer_measures_each_stage(make_trainer: Make, scripted: Any, batches: A
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"duration": "1:2"}, "must be a duration"),
-        ({"duration": {"parsecs": 1}}, "must be a duration"),
+        ({"duration": "1:2"}, "is not a duration"),
+        ({"duration": {"parsecs": 1}}, "is not a duration"),
         ({"interval": "batch"}, "Timer\\(interval\\)"),
     ],
 )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from roomier import checkpoint
-from roomier.checkpoint import BackgroundSaver, store
+from roomier.checkpoint import BackgroundSaver, saving
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
 from tests.ranks.pool import RankFailed, RankPool
@@ -32,14 +32,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.num_waiting = 0
-        write = store._write_file
+        write = saving._write_file
 
         def write_later(*arguments: Any) -> Any:
             self.num_waiting += 1
             assert self.opened.wait(30)
             return write(*arguments)
 
-        monkeypatch.setattr(store, "_write_file", write_later)
+        monkeypatch.setattr(saving, "_write_file", write_later)
 
 
 def test_start_returns_before_the_files_are_written_and_copies_the_state(tmp_path: Path, monkeypatch: Any) -> None:
@@ -84,7 +84,7 @@ def test_an_error_is_raised_by_the_next_call_and_the_old_checkpoint_remains(tmp_
     checkpoint.save(tmp_path / "c", state_of(1))
     saver = BackgroundSaver()
     with monkeypatch.context() as context:
-        context.setattr(store.TensorFile, "append", no_space)
+        context.setattr(saving.TensorFile, "append", no_space)
         saver.start(tmp_path / "c", state_of(2))
         assert saver._thread is not None
         saver._thread.join()
@@ -118,8 +118,8 @@ def sharded_state(step: int) -> dict[str, Any]:
 
 
 def train_while_saving(folder: Path) -> None:
-    opened, write = threading.Event(), store._write_file
-    store._write_file = lambda *each: (opened.wait(30), write(*each))[1]  # type: ignore[assignment]
+    opened, write = threading.Event(), saving._write_file
+    saving._write_file = lambda *each: (opened.wait(30), write(*each))[1]  # type: ignore[assignment]
     saver = BackgroundSaver(all_ranks())
     saver.start(folder / "a", sharded_state(1))
     total = torch.zeros(1)
@@ -144,7 +144,7 @@ def fail_in_background(folder: Path, failing: int) -> str:
     saver = BackgroundSaver(all_ranks())
     state = sharded_state(2)
     if dist.get_rank() == failing:
-        store.TensorFile.append = no_space  # type: ignore[method-assign,assignment]
+        saving.TensorFile.append = no_space  # type: ignore[method-assign,assignment]
     saver.start(folder / "c", state)
     with pytest.raises(CheckpointError) as caught:
         saver.wait()

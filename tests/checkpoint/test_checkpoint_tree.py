@@ -17,7 +17,7 @@ from roomier.core.errors import CheckpointError
 def through_json(state):
     tensors, json_tree = tree.split(state)
     joined = tree.join(json.loads(json.dumps(json_tree, allow_nan=False)))
-    return tree.fill(joined, lambda stored: tensors[stored.name])
+    return tree.fill(joined, lambda _, stored: tensors[stored.name])
 
 
 def same(left, right) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from roomier import checkpoint
-from roomier.checkpoint import boxes, store, tensor_file
+from roomier.checkpoint import saving, tensor_file
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
 from tests.covering import covering, few
@@ -143,7 +143,7 @@ def test_files_of_a_rank_stay_small(tmp_path: Path, on_ranks: RankPool) -> None:
 
 
 def save_many_small_files(path: Path) -> None:
-    store._FILE_BYTES = 1000
+    saving._FILE_BYTES = 1000
     tensors = {f"w{index}": torch.full((200,), float(index)) for index in range(6)}
     checkpoint.save(path, {"m": cut(tensors, "sharded")})
 
@@ -209,9 +209,9 @@ def save_and_fail(path: Path, failing: int, how: str) -> str:
     if rank == failing and how == "other tensors":
         del state["module"]["uneven"]
     if rank == failing and how == "full disk":
-        store.TensorFile.append = full_disk  # type: ignore[method-assign]
+        saving.TensorFile.append = full_disk  # type: ignore[method-assign]
     if rank == failing and how == "bug":
-        store._write_file = lambda *_: 1 / 0  # type: ignore[assignment]
+        saving._write_file = lambda *_: 1 / 0  # type: ignore[assignment]
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(path, state)
     messages = all_ranks().gather(str(caught.value))
@@ -254,7 +254,7 @@ def test_a_save_on_one_rank_of_a_group_is_rejected(tmp_path: Path, on_ranks: Ran
 def save_one_twice(path: Path) -> None:
     mesh, placements = layout("replicated")
     state = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
-    boxes._is_mine = lambda tensor, turn: turn == 2  # both ranks then write "b"
+    saving._is_mine = lambda tensor, turn: turn == 2  # both ranks then write "b"
     with pytest.raises(CheckpointError, match=r"0 of 2 elements of m\.a'?: the ranks that save"):
         checkpoint.save(path, {"m": state})
 

@@ -112,7 +112,7 @@ def test_a_state_without_tensors(tmp_path, state):
 
 
 def test_large_tensors_are_stored_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("roomier.checkpoint.store._FILE_BYTES", 1000)
+    monkeypatch.setattr("roomier.checkpoint.saving._FILE_BYTES", 1000)
     state = {"m": {f"w{i}": torch.randn(100) for i in range(9)}}
     checkpoint.save(tmp_path / "c", state)
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 5

@@ -16,7 +16,7 @@ from roomier.core.untrusted import MAX_TEXT_BYTES, MAX_YAML_BYTES, lines_of, rea
 from roomier.data import TokenDataset
 from roomier.engine.weights_file import WeightsFile
 from roomier.loggers import CSVLogger, JSONLLogger
-from roomier.loggers.run_ids import read_id
+from roomier.loggers.guarded import read_id
 from roomier.plan import Plan
 from roomier.plan.migrate.deepspeed.objects import read_config as read_deepspeed_config
 from roomier.planner.hardware.spec import machine_of_file

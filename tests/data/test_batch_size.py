@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
-from roomier.data.batch_size import batch_size_of, with_batch_size
+from roomier.data.rebuild import batch_size_of, with_batch_size
 
 DATA = range(100, 111)
 

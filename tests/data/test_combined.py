@@ -19,9 +19,8 @@ from torch.utils.data import (
 
 from roomier.core.errors import DataError
 from roomier.data import CombinedLoader
-from roomier.data.combined import training_loader
+from roomier.data.combined import MODES, training_loader
 from roomier.data.first_batch import first_batch
-from roomier.data.joint import MODES
 from roomier.data.source import Source
 from tests.data.pretended import Pretended
 

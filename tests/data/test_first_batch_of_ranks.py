@@ -23,8 +23,7 @@ from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data import CombinedLoader
-from roomier.data.compared import checksum
-from roomier.data.divided import share_of
+from roomier.data.share import checksum, share_of
 from roomier.data.source import Source
 from tests.covering import few
 from tests.ranks.pool import RankPool

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from roomier.core.device.rng import rng_state, seed_everything, set_rng_state
 from roomier.core.errors import DataError
-from roomier.data.same import is_same
+from roomier.data.batch_feeds import is_same
 from roomier.data.source import Source
 from tests.covering import few
 from tests.data.numbers import NUM_SAMPLES, Noisy, NoisyStream, Numbers, same, samples, weighted

@@ -18,7 +18,7 @@ from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data import OrderedSampler
-from roomier.data.divided import share_of
+from roomier.data.share import share_of
 from roomier.data.source import Source
 from tests.covering import few
 from tests.data.pretended import Pretended

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roomier import Callback, Trainer, checkpoint
 from roomier.callbacks import ModelCheckpoint
-from roomier.checkpoint import store
+from roomier.checkpoint import saving
 from roomier.core.device.transfer import BatchMover
 from roomier.plan import Plan
 from roomier.planner.measured import out_of_memory
@@ -314,13 +314,13 @@ class Gate(Callback):
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.num_open_saves = 0
-        write = store._write_file
+        write = saving._write_file
 
         def write_later(*arguments: Any) -> Any:
             assert self.opened.wait(60)
             return write(*arguments)
 
-        store._write_file = write_later
+        saving._write_file = write_later
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step - 1 in SAVED_STEPS:  # one step has run since the save started

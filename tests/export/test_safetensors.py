@@ -66,7 +66,7 @@ def test_checkpoint_of_several_ranks_is_unsharded(
 ) -> None:
     on_ranks(3, save_on_ranks, tmp_path / "c", dim)
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("roomier.checkpoint.stored_tensors.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("roomier.checkpoint.export.merged.CHUNK_BYTES", chunk_bytes)
     done = export_safetensors(tmp_path / "c", tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors"]
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), weights())

@@ -13,7 +13,7 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import DataError
 from roomier.core.tree import tensors
 from roomier.data import CombinedLoader
-from roomier.data.joint import MODES
+from roomier.data.combined import MODES
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import roomier
-from roomier.loggers.silent import SilentLogger
+from roomier.loggers.by_name import SilentLogger
 from tests.covering import few
 
 

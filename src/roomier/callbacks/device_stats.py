@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.device import memory
 from roomier.core.errors import RoomierError
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 
 class DeviceStatsMonitor(Callback):
@@ -55,9 +53,7 @@ class DeviceStatsMonitor(Callback):
         if is_first and (step + 1) % trainer.log_every_n_steps == 0:
             self._log(trainer, "on_train_batch_start")
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         step = trainer.global_step
         if step == self._last_step:
             return

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roomier.api.callback import Callback
-from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, count, fields, tensor
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 
 class EarlyStoppingReason(Enum):
@@ -140,17 +138,12 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
             self._monitored.was_validated = True
-            if not self._checks_after_training_epoch(trainer):
+            if not acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
                 self._check(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._checks_after_training_epoch(trainer):
+        if acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
             self._check(trainer)
-
-    def _checks_after_training_epoch(self, trainer: TrainerView) -> bool:
-        if self.check_on_train_epoch_end is not None:
-            return self.check_on_train_epoch_end
-        return is_complete_at_epoch_end(trainer)
 
     def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:

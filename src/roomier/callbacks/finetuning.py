@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, fields, finite, list_of, optional, text
 from roomier.core.log import notice
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 Modules = nn.Module | Iterable[Any]
 """A module, or modules in nested lists."""

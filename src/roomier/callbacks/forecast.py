@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import KeepsWeights, kept_by
-from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.tracked_step import TracksStep, tracked_step
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
     from roomier.planner.forecast import Forecast
     from roomier.planner.measured.record import ForecastRecord
     from roomier.planner.memory.tracker import MemoryTracker
@@ -55,10 +54,7 @@ class MemoryForecast(TracksStep):
     """
 
     def __init__(self, at_step: int | None = None) -> None:
-        if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 2):
-            action = "Use at least 2, because the optimizer has no states during the first step"
-            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
-        self.at_step = at_step
+        super().__init__(at_step)
         self.record: ForecastRecord | None = None
         self._workload: Workload | None = None
         self._first_step = 2
@@ -71,11 +67,7 @@ class MemoryForecast(TracksStep):
         if not pl_module.automatic_optimization:
             notice("MemoryForecast: a forecast is not available for modules with manual optimization")
             return
-        first = first_step_of(trainer)
-        if self.at_step is not None and self.at_step < first:
-            problem = "must be at least 4, because an activation budget runs measurements before step 4"
-            raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
-        self._first_step = trainer.global_step + (self.at_step or usual_step_of(trainer))
+        self._first_step = self.step_to_track(trainer)
         self._is_over = False
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:

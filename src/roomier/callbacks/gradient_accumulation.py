@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.plan.levers import lever_that_frees_gradients
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 
 class GradientAccumulationScheduler(Callback):

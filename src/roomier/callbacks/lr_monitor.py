@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.run.run import run_of
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 _INTERVALS = (None, "step", "epoch")
 
@@ -95,9 +93,7 @@ class LearningRateMonitor(Callback):
         if (step + 1) % self._log_every_n_steps == 0:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         step = run_of(trainer, "lrs").log_step
         if self._step_rates and step > self._read_at_step:
             self._logged, self._step_rates = (step, self._step_rates), {}

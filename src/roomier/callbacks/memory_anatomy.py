@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.tracked_step import TracksStep, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.planner.memory.anatomy_table import Anatomy, KeepsPeak
 
 if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
     from roomier.planner.memory.tracker import MemoryTracker
 
 
@@ -34,6 +34,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
 
     Attributes:
         anatomy: memory of the last tracked step; None before the end of the first tracked step.
+        next_step: number of the next step to track; None if no further step is tracked.
 
     Raises:
         RoomierError: ``at_step`` or ``every_n_steps`` is not an integer of at least 2. If ``at_step`` is too small for
@@ -44,38 +45,26 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
     """
 
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
-        if at_step is not None and (not isinstance(at_step, int) or at_step < 2):
-            action = "Use at least 2, because the optimizer has no states during the first step"
-            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
+        super().__init__(at_step)
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 2):
             raise RoomierError("every_n_steps", every_n_steps, "must be at least 2", "Use a larger number, or None")
-        self.at_step = at_step
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
-        self._next_step: int | None = None
+        self.next_step: int | None = None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        first = first_step_of(trainer)
-        if self.at_step is not None and self.at_step < first:
-            problem = "must be at least 4, because an activation budget runs measurements before step 4"
-            raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
-        self._next_step = trainer.global_step + (self.at_step or usual_step_of(trainer))
-
-    @property
-    def next_step(self) -> int | None:
-        """Number of the next step to track; None if no further step is tracked."""
-        return self._next_step
+        self.next_step = self.step_to_track(trainer)
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self._next_step is None or trainer.global_step < self._next_step - 2:
+        if self.next_step is None or trainer.global_step < self.next_step - 2:
             return
         if self._tracked is None:
-            self._tracked = tracked_step(trainer, self._next_step)
+            self._tracked = tracked_step(trainer, self.next_step)
         self._tracked.begin_batch(trainer)
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:
-            notice(f"MemoryAnatomy: training ended before step {self._next_step}, the step to track")
+            notice(f"MemoryAnatomy: training ended before step {self.next_step}, the step to track")
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         from roomier.planner.memory.measure import (  # late import: loading torch's sharding code is slow
@@ -84,7 +73,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
         )
 
         self.peak = peak_of(tracker, trainer.global_step)
-        self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps
+        self.next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps
         self.anatomy = anatomy_of(trainer)
         if trainer.is_global_zero:
             Console(stderr=True).print(self.anatomy.table())

@@ -4,35 +4,131 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from roomier.api.callback import Callback
-from roomier.callbacks.checkpoint_arguments import FORMER, LAST, check_arguments
-from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in, remove_saved
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.checkpoint_folder import (
+    DEFAULT_TEMPLATE,
+    check_template,
+    choose_name,
+    find_complete,
+    format_name,
+    metrics_named_in,
+    names_in,
+    remove_saved,
+)
 from roomier.callbacks.checkpoint_ledger import Ledger, Retention, ledger_form
-from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, metrics_named_in
-from roomier.callbacks.interval import Interval
-from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
+from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
 from roomier.callbacks.on_exception_checkpoint import check_saves_weights, save_weights_after
 from roomier.checkpoint.lightning import SUFFIX
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.paths import check_path
+from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing_path
 from roomier.core.units import parse_duration_s
 from roomier.run.run import run_of
 
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
+
+class Interval:
+    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. The interval restarts when it ends.
+
+    The ranks do not communicate in every step. Rank 0 sets the number of steps until the next check. This number is
+    half of the steps that fit into the remaining time at the recent speed. Therefore, an interval of any length
+    requires only a few checks.
+    """
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._began_s = self._checked_s = 0.0
+        self._num_steps = self._num_until_check = 1
+
+    def begin(self) -> None:
+        """Start the interval."""
+        self._began_s = self._checked_s = time.monotonic()
+        self._num_steps = self._num_until_check = 1
+
+    def is_over(self, ranks: Ranks) -> bool:
+        """Return True if the interval has ended. Call this method in every step, on every rank."""
+        self._num_until_check -= 1
+        if self._num_until_check:
+            return False
+        is_over, self._num_until_check = ranks.from_zero(self._check(is_alone=ranks.is_alone))
+        self._num_steps = self._num_until_check
+        if is_over:
+            self.begin()
+        return is_over
+
+    def _check(self, *, is_alone: bool) -> tuple[bool, int]:
+        now_s = time.monotonic()
+        left_s = self._length_s - (now_s - self._began_s)
+        if left_s <= 0 or is_alone:
+            return left_s <= 0, 1
+        step_s = (now_s - self._checked_s) / self._num_steps
+        self._checked_s = now_s
+        return False, max(1, int(left_s / max(step_s, 1e-9) / 2))
+
+
+LAST = "last"
+FORMER = {
+    "period": "Use every_n_epochs",
+    "every_n_val_epochs": "Use every_n_epochs",
+    "prefix": "Put it into filename",
+    "save_best_only": "Use save_top_k=1 and monitor",
+}
+
+
+def check_arguments(of: Any) -> None:
+    """Check the arguments of a ModelCheckpoint.
+
+    Args:
+        of: the callback.
+
+    Raises:
+        RoomierError: an argument is invalid.
+    """
+    if of.save_last not in (None, True, False, "link"):
+        raise _wrong("save_last", of.save_last, "is unknown", "Use True, False, or 'link' (the same as True)")
+    if of.format not in ("folder", "lightning"):
+        raise _wrong("format", of.format, "is unknown", "Use 'folder', or 'lightning' for .ckpt files")
+    if of._keep.last and of.filename == LAST:
+        raise _wrong("filename", LAST, "is the name of the link that save_last creates", "Choose another name")
+    if not _is_count(of.save_top_k, at_least=-1):
+        raise _wrong("save_top_k", of.save_top_k, "must be an integer of at least -1", "Use -1 (all) or 0 (none)")
+    if of.monitor is None and of.save_top_k > 1:
+        problem = "must be at most 1 if monitor is not set"
+        raise _wrong("save_top_k", of.save_top_k, problem, "Set monitor, or use -1 or 1")
+    for field in ("every_n_train_steps", "every_n_epochs"):
+        value = getattr(of, field)
+        if value is not None and not _is_count(value, at_least=0):
+            raise _wrong(field, value, "must be a non-negative integer", "Use a positive integer, or 0 to disable")
+    given = {
+        "every_n_train_steps": of.every_n_train_steps,
+        "every_n_epochs": of.every_n_epochs,
+        "train_time_interval": of.train_time_interval,
+    }
+    chosen = {name: value for name, value in given.items() if value or isinstance(value, timedelta)}
+    if len(chosen) > 1:
+        raise _wrong(" and ".join(chosen), chosen, "cannot be combined", "Use two ModelCheckpoints")
+
+
+def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
+    return RoomierError(f"ModelCheckpoint({field})", received, problem, action)
+
+
+def _is_count(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 class ModelCheckpoint(Callback):
@@ -227,7 +323,8 @@ class ModelCheckpoint(Callback):
         state = (self._ledger, self._foreign_names, self._due_step)
         self._ledger, self._foreign_names, self._due_step = trainer.ranks.from_zero(state)
         self._loaded_state = None
-        trainer.ranks.on_zero(partial(self._finish_last_save, self._paths_of_others(trainer)))
+        # If the run was killed after a save, the remaining work of this save is completed.
+        trainer.ranks.on_zero(partial(self._follow_up, self._ledger.last, self._paths_of_others(trainer)))
 
     def _read_folder(self, is_in_run_folder: bool) -> None:
         assert self.dirpath is not None
@@ -246,12 +343,12 @@ class ModelCheckpoint(Callback):
             for each in (*self._named, *([] if self._monitored is None else [self._monitored])):
                 each.was_validated = True
             self._validated_step = trainer.global_step
-            if not self._saves_after_training_epoch(trainer):
+            if not acts_at_epoch_end(self.save_on_train_epoch_end, trainer):
                 self._epoch_is_over(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._ended_at_step = trainer.global_step
-        if self._saves_after_training_epoch(trainer):
+        if acts_at_epoch_end(self.save_on_train_epoch_end, trainer):
             self._epoch_is_over(trainer)
 
     def on_save_point(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -283,7 +380,8 @@ class ModelCheckpoint(Callback):
         """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. The
         saved checkpoint is not ranked, because its metrics are from an earlier step.
         """
-        is_sufficient = self._newest_ledger.paths or self.save_top_k == 0 or self._never_saves
+        is_off = not (self._num_epochs_between or self.every_n_train_steps) and self._interval_s is None
+        is_sufficient = self._newest_ledger.paths or self.save_top_k == 0 or is_off
         keep = self._keep if is_sufficient else replace(self._keep, last=True)
         is_partial_epoch = self._ended_at_step != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_partial_epoch and not keep.monitored):
@@ -298,11 +396,6 @@ class ModelCheckpoint(Callback):
             return step > 0 and step % self.every_n_train_steps == 0
         return is_over
 
-    def _saves_after_training_epoch(self, trainer: TrainerView) -> bool:
-        if self.save_on_train_epoch_end is not None:
-            return self.save_on_train_epoch_end
-        return is_complete_at_epoch_end(trainer)
-
     def _epoch_is_over(self, trainer: TrainerView) -> None:
         if self._is_due_epoch(trainer.current_epoch):
             self._due_step = trainer.global_step
@@ -315,10 +408,6 @@ class ModelCheckpoint(Callback):
         if self.every_n_epochs is None and self.every_n_train_steps is None and self._interval_s is None:
             return 1
         return self.every_n_epochs or 0
-
-    @property
-    def _never_saves(self) -> bool:
-        return not (self._num_epochs_between or self.every_n_train_steps) and self._interval_s is None
 
     # Save ---------------------------------------------------------------------------------------------------------
 
@@ -367,17 +456,11 @@ class ModelCheckpoint(Callback):
         trainer.ranks.on_zero(partial(self._follow_up, path, others))
 
     def _follow_up(self, path: str, paths_of_others: set[str]) -> None:
-        if self._keep.last:
-            self._point_last_to(path)
-        self._remove_superseded(paths_of_others)
-
-    def _finish_last_save(self, paths_of_others: set[str]) -> None:
-        """Complete the remaining work of a run that was killed after a save. The link ``last`` is updated first,
-        because the checkpoint to which this link points may be removed.
+        """Complete the work after the save of ``path``. The link ``last`` is updated first, because the checkpoint to
+        which this link points may be removed.
         """
-        last = self._ledger.last
-        if self._keep.last and last and os.path.dirname(last) == self.dirpath:
-            self._point_last_to(last)
+        if self._keep.last and os.path.dirname(path) == self.dirpath:
+            self._point_last_to(path)
         self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
@@ -18,9 +20,6 @@ from roomier.techniques.attention.watch import AttentionReport, AttentionWatch
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 
 @dataclass(frozen=True)

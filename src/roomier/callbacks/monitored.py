@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError, nearest
 from roomier.core.log import notice
-
-if TYPE_CHECKING:
-    from roomier.api.trainer_view import TrainerView
 
 _SIMILAR = 0.75  # Minimum similarity of names; with this value, val_loss does not match train_loss.
 
@@ -95,14 +91,15 @@ def scalar(value: Tensor | float) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
-def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
-    """Return True if all metrics of an epoch are available when the training epoch ends.
+def acts_at_epoch_end(given: bool | None, trainer: TrainerView) -> bool:
+    """Return ``given`` or, if ``given`` is None, whether all metrics of an epoch are available when the training epoch
+    ends.
 
     All metrics are available if there is no validation, or if the only validation of each epoch is at the end of the
     epoch. Otherwise, callbacks check metrics at the end of a validation.
     """
-    if sum(trainer.num_val_batches) == 0:
-        return True
+    if given is not None or sum(trainer.num_val_batches) == 0:
+        return given is not False
     interval = trainer.val_check_interval  # A number of batches (int), a fraction of an epoch (float), or a time
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1

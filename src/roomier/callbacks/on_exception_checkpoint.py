@@ -13,23 +13,21 @@ that raises an error writes its own weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.api.hparams import is_plain
-from roomier.checkpoint.lightning_loops import lightning_entries
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.checkpoint.shown import lightning_entries
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing_path
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
 

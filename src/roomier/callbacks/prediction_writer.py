@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.paths import check_path
 from roomier.core.replacing import replacing_path
 from roomier.core.tree import map_tensors
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PLAIN = (str, int, float, bool, type(None))

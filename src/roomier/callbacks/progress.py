@@ -5,19 +5,61 @@ from __future__ import annotations
 import math
 import sys
 import time
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from roomier.api.callback import Callback
-from roomier.callbacks.progress_counts import BatchCounts, shown_numbers
-from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.progress_display import BarDisplay, LineDisplay, Standing
 from roomier.core.errors import RoomierError
 from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
+
+class BatchCounts:
+    """Numbers of batches in the current Trainer call. An unknown number is infinite, and all numbers are 0 before the
+    first call.
+    """
+
+    _shown_trainer: TrainerView | None = None
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The Trainer of the last call.
+
+        Raises:
+            TypeError: the bar has not been used yet, as in Lightning.
+        """
+        if self._shown_trainer is None:
+            raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
+        return self._shown_trainer
+
+    @property
+    def total_train_batches(self) -> float:
+        """Number of training batches per epoch."""
+        return 0 if self._shown_trainer is None else self._shown_trainer.num_training_batches
+
+    @property
+    def total_val_batches(self) -> float:
+        """Number of validation batches of all loaders; 0 in an epoch without validation."""
+        trainer = self._shown_trainer
+        every = 1 if trainer is None else trainer.check_val_every_n_epoch
+        is_validated = trainer is not None and (every is None or (trainer.current_epoch + 1) % every == 0)
+        return sum(trainer.num_val_batches) if trainer is not None and is_validated else 0
+
+    def get_metrics(self, trainer: TrainerView, pl_module: Any) -> dict[str, Any]:
+        """Return the values to show, by name. Override this method to add, change or remove values."""
+        return dict(trainer.progress_bar_metrics)
+
+
+def shown_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numeric values in ``metrics`` as Python floats."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, (Real, Tensor))}
 
 
 class ProgressBar(BatchCounts, Callback):
@@ -47,7 +89,7 @@ class ProgressBar(BatchCounts, Callback):
             raise RoomierError("refresh_interval_s", refresh_interval_s, "must be positive", "Use seconds such as 0.1")
         self.refresh_interval_s = refresh_interval_s
         self._console = console
-        self._display: Display | None = None
+        self._display: LineDisplay | None = None
         self._is_training = False
         self._log_every_n_steps = 1
         self._log_interval = 0
@@ -168,31 +210,27 @@ class ProgressBar(BatchCounts, Callback):
     def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start_evaluation(trainer, "predict")
 
-    def on_validation_batch_end(
-        self,
-        trainer: TrainerView,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         # In each round, every rank evaluates one batch, but the last round can be incomplete.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
-        if time.monotonic() >= self._next_draw_s:
-            self._draw_evaluation()
+        if time.monotonic() >= self._next_draw_s and self._display is not None:
+            self._display.draw(self._evaluation_progress({}))
+            self._schedule_redraw()
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end_evaluation(trainer)
+        if self._display is not None:
+            metrics = shown_numbers(self.get_metrics(trainer, trainer.lightning_module))
+            self._display.end(self._evaluation_progress(metrics))
+        if self._is_training:
+            self._schedule_redraw()
+        else:
+            self._close()
 
-    def on_test_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end_evaluation(trainer)
-
-    def on_predict_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end_evaluation(trainer)
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
 
     def _start_evaluation(self, trainer: TrainerView, title: str, most_of_a_loader: float = math.inf) -> None:
         self._open(trainer)
@@ -207,21 +245,6 @@ class ProgressBar(BatchCounts, Callback):
         num_left = self._num_total - self._num_evaluated
         left_s = num_left / rate if rate and num_left > 0 else math.inf
         return Standing(self._title, int(self._num_evaluated), self._num_total, "", rate, left_s, metrics)
-
-    def _draw_evaluation(self) -> None:
-        if self._display is None:
-            return
-        self._display.draw(self._evaluation_progress({}))
-        self._schedule_redraw()
-
-    def _end_evaluation(self, trainer: TrainerView) -> None:
-        if self._display is not None:
-            metrics = shown_numbers(self.get_metrics(trainer, trainer.lightning_module))
-            self._display.end(self._evaluation_progress(metrics))
-        if self._is_training:
-            self._schedule_redraw()
-        else:
-            self._close()
 
     # The display --------------------------------------------------------------------------------------------------
 
@@ -240,16 +263,15 @@ class ProgressBar(BatchCounts, Callback):
         self._next_draw_s = time.monotonic() + self.refresh_interval_s if redraws else math.inf
 
     def _close(self) -> None:
+        self._is_training = False
         if self._display is not None:
             self._display.close()
         self._display, self._next_draw_s = None, math.inf
 
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
-        self._is_training = False
         self._close()
 
     def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        self._is_training = False
         self._close()
 
 

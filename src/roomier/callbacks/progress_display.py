@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from roomier.core.metric_names import printable
 
@@ -62,33 +62,41 @@ def _count_text(standing: Standing) -> str:
     return f"batch {standing.num_done}{total}"
 
 
-class Display(Protocol):
-    """Interface of a progress display.
+class LineDisplay:
+    """Display for log files, with one line per log interval of training and per completed evaluation.
 
     Attributes:
         redraws_between_log_steps: True if ``draw`` is also called between log steps, when only the time has changed.
     """
 
-    redraws_between_log_steps: bool
+    redraws_between_log_steps = False
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def draw(self, standing: Standing) -> None:
         """Show the progress."""
+        texts = standing.texts("" if standing.step_text else _count_text(standing))
+        # print instead of rich, because rich needs about 0.3 ms for a plain line
+        print(" | ".join([standing.title, *texts]), file=self._console.file, flush=True)
 
     def end(self, standing: Standing) -> None:
         """Show the progress at the end of a stage."""
+        if not standing.step_text:
+            self.draw(standing)
 
     def close(self) -> None:
         """Stop drawing. May be called twice. A later ``draw`` starts a new display."""
 
 
-class BarDisplay:
+class BarDisplay(LineDisplay):
     """Display with one progress bar (from the ``rich`` package) for each running stage. The bar is redrawn only by
     ``draw``, not by a thread."""
 
     redraws_between_log_steps = True
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
@@ -135,23 +143,3 @@ class BarDisplay:
 
 def _stage(standing: Standing) -> str:
     return standing.title.split(" ")[0]
-
-
-class LineDisplay:
-    """Display for log files, with one line per log interval of training and per completed evaluation."""
-
-    redraws_between_log_steps = False
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def draw(self, standing: Standing) -> None:
-        texts = standing.texts("" if standing.step_text else _count_text(standing))
-        # print instead of rich, because rich needs about 0.3 ms for a plain line
-        print(" | ".join([standing.title, *texts]), file=self._console.file, flush=True)
-
-    def end(self, standing: Standing) -> None:
-        if not standing.step_text:
-            self.draw(standing)
-
-    def close(self) -> None: ...

@@ -3,11 +3,11 @@ ModelSummary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
@@ -15,15 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.model_summary import ModelSummary, Summary, SummaryRow, summarize
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 _UNKNOWN = "?"
 _WHOLE_ON_EACH_RANK = ("single", "ddp")

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +31,12 @@ from torch.optim import LBFGS, Optimizer
 from roomier.api.callback import Callback, GoBackError
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.api.trainer_view import TrainerView
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, did_you_mean
 from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
-from roomier.run.run import run_of
-
-if TYPE_CHECKING:
-    from roomier.api.trainer_view import TrainerView
-    from roomier.run.run import Run
+from roomier.run.run import Run, run_of
 
 ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")
@@ -207,23 +205,21 @@ class SpikeGuard(Callback):
         [(place, size, figures)] = self._read(trainer)
         problem = self._judge(trainer, figures)
         if problem is None:
-            undo.end_good_step()
+            undo.moving = undo.changed()  # later steps copy only the buffers that this good step changed
             return
         undo.undo()
         run_of(trainer, "SpikeGuard").now.leaves_out_step = True
         message = f"{self._describe(trainer, place, size, problem)}; the step is skipped"
         self._count_bad(trainer, message)
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._pending and step > 0 and step % every == 0:
             self._judge_pending(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._undo is not None:
-            self._undo.end_epoch()
+            self._undo.moving = None  # copy all buffers in the next step, because modules can be frozen or unfrozen
 
     def _judge_pending(self, trainer: TrainerView) -> None:
         """Check the pending steps and handle the first bad step. Every rank must call this method."""
@@ -271,7 +267,7 @@ class SpikeGuard(Callback):
                     continue
                 return f"{name} is {value}"
             if self.factor is not None and len(good) >= self.warmup:
-                usual = _median(good)
+                usual = median(good)
                 if value > self.factor * abs(usual):
                     return f"{name} is {value:.4g}, more than {self.factor:g} times the median {usual:.4g}"
         if not is_left_to_scaler:
@@ -304,7 +300,11 @@ class SpikeGuard(Callback):
 
 
 class _Undo:
-    """Object that restores the state that a forward pass and a backward pass changed: logged values and buffers."""
+    """Object that restores the state that a forward pass and a backward pass changed: logged values and buffers.
+
+    Attributes:
+        moving: names of the buffers that a step changes, which are copied; None to copy all buffers.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -312,7 +312,7 @@ class _Undo:
         self._undo_logged: Callable[[], None] = lambda: None
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._moving: set[str] | None = None  # names of the buffers that a step changes; None until they are determined
+        self.moving: set[str] | None = None
         self._kept: dict[str, Tensor] = {}
 
     def begin_micro_batch(self) -> None:
@@ -323,37 +323,24 @@ class _Undo:
         self._window = window
         self._undo_logged = self._run.results.mark()
         self._buffers = dict(self._run.engine.module.named_buffers())
-        moving = self._buffers if self._moving is None else self._buffers.keys() & self._moving
+        moving = self._buffers if self.moving is None else self._buffers.keys() & self.moving
         self._kept = {name: self._buffers[name].detach().clone() for name in moving}
         self._versions = {name: torch_private.version_of(each) for name, each in self._buffers.items()}
 
-    def end_good_step(self) -> None:
-        """Record which buffers the step changed. Later steps copy only these buffers."""
-        self._moving = self._changed()
-
-    def end_epoch(self) -> None:
-        """Copy all buffers again in the next step, because modules can be frozen or unfrozen between epochs."""
-        self._moving = None
-
     @torch.no_grad()
     def undo(self) -> None:
-        left = self._changed() - self._kept.keys()
+        left = self.changed() - self._kept.keys()
         if left:
             notice(f"SpikeGuard: {sorted(left)[:3]} changed for the first time in the bad step and are not restored")
         self._undo_logged()
         for name, value in self._kept.items():
             self._buffers[name].copy_(value)
 
-    def _changed(self) -> set[str]:
+    def changed(self) -> set[str]:
+        """Return the names of the buffers that the step changed."""
         # The version counter of torch does not include updates of running statistics by batch_norm.
         written = {n for n, each in self._buffers.items() if torch_private.version_of(each) != self._versions[n]}
         return {name for name in self._buffers if name in written or name.rpartition(".")[2].startswith("running_")}
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return (ordered[half] + ordered[-half - 1]) / 2  # If the length is odd, both indices select the same element.
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:

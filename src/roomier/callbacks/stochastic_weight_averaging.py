@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,15 @@ from torch.optim.swa_utils import SWALR
 
 from roomier.api.callback import KeptWeights
 from roomier.api.hooks import step_of
-from roomier.callbacks.holds_average import HoldsAverage
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.weight_averaging import HoldsAverage
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
 from roomier.core.log import notice
 from roomier.run.run import run_of
 from roomier.techniques.optim.averaging import AverageOne, WeightAverage, tensors_to_average
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
 
 KEY = "stochastic_average"  # key in a checkpoint
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, tensors
+from roomier.plan import Plan
 from roomier.planner.hardware.devices import peak_flops_per_s
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
-    from roomier.plan import Plan
 
 
 @runtime_checkable
@@ -84,9 +82,7 @@ class Throughput(Callback):
         self._last_step = trainer.global_step
         self._start_window()
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, *_: Any) -> None:
         step = trainer.global_step
         if self._began_s is None:
             if step != self._last_step:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.forms import FormError, fields, finite, mapping_of
 from roomier.core.log import notice
-
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
+from roomier.core.units import parse_duration_s
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
+
+
+def _hooks_of(stage: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the hooks at the start and at the end of ``stage``."""
+
+    def start(self: Timer, trainer: TrainerView, pl_module: Module) -> None:
+        self._started_s[stage], self._ended_s[stage] = time.monotonic(), None
+
+    def end(self: Timer, trainer: TrainerView, pl_module: Module) -> None:
+        self._ended_s[stage] = time.monotonic()
+
+    return start, end
 
 
 class Timer(Callback):
@@ -49,7 +60,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise RoomierError("Timer(interval)", interval, "is not an interval", "Use 'step' or 'epoch'")
-        self._duration_s = None if duration is None else _seconds(duration)
+        self._duration_s = None if duration is None else parse_duration_s("Timer(duration)", duration, may_be_zero=True)
         self._interval = interval
         self._verbose = verbose
         self._started_s: dict[str, float | None] = dict.fromkeys(STAGES)
@@ -98,12 +109,6 @@ class Timer(Callback):
             return
         self._earlier_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
-    def _start(self, stage: str) -> None:
-        self._started_s[stage], self._ended_s[stage] = time.monotonic(), None
-
-    def _end(self, stage: str) -> None:
-        self._ended_s[stage] = time.monotonic()
-
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._started_s["train"] = self._ended_s["train"] = None
@@ -111,39 +116,13 @@ class Timer(Callback):
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._check(trainer)  # a resumed run may have no time left
 
-    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._start("train")
+    on_train_start, on_train_end = _hooks_of("train")
+    on_sanity_check_start, on_sanity_check_end = _hooks_of("sanity_check")
+    on_validation_start, on_validation_end = _hooks_of("validate")
+    on_test_start, on_test_end = _hooks_of("test")
+    on_predict_start, on_predict_end = _hooks_of("predict")
 
-    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end("train")
-
-    def on_sanity_check_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._start("sanity_check")
-
-    def on_sanity_check_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end("sanity_check")
-
-    def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._start("validate")
-
-    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end("validate")
-
-    def on_test_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._start("test")
-
-    def on_test_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end("test")
-
-    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._start("predict")
-
-    def on_predict_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._end("predict")
-
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         if self._interval == "step":
             self._check(trainer)
 
@@ -165,20 +144,3 @@ def _stage(stage: str) -> str:
     if stage not in STAGES:
         raise RoomierError("Timer: stage", stage, "is not a stage", f"Use one of {', '.join(STAGES)}")
     return stage
-
-
-def _seconds(duration: str | timedelta | dict[str, int]) -> float:
-    if isinstance(duration, timedelta):
-        return duration.total_seconds()
-    if isinstance(duration, str):
-        found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-        if found is not None:
-            days, hours, minutes, seconds = map(int, found.groups())
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-    elif isinstance(duration, dict):
-        try:
-            return timedelta(**duration).total_seconds()
-        except TypeError:
-            pass
-    action = "Use 'DD:HH:MM:SS', a timedelta, or a dict such as {'hours': 2}"
-    raise RoomierError("Timer(duration)", duration, "must be a duration", action)

@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 
 from roomier.api.callback import Callback, held_by
 from roomier.api.engine import Engine
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.core.errors import RoomierError
 from roomier.plan.levers import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
     from roomier.planner.memory.tracker import MemoryTracker
 
 FIRST_STEP = 2
@@ -116,14 +117,36 @@ class TrackedStep:
 
 class TracksStep(Callback, ABC):
     """Base class for callbacks that evaluate a tracked step. A subclass must set ``_tracked`` and call its
-    ``begin_batch`` before each batch."""
+    ``begin_batch`` before each batch.
+
+    Args:
+        at_step: step to track, counted from 1 at the start of the fit; None selects the first representative step.
+
+    Raises:
+        RoomierError: ``at_step`` is not an integer of at least 2.
+    """
 
     reads_parameters = False
     _tracked: TrackedStep | None = None
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def __init__(self, at_step: int | None) -> None:
+        if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < FIRST_STEP):
+            action = "Use at least 2, because the optimizer has no states during the first step"
+            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
+        self.at_step = at_step
+
+    def step_to_track(self, trainer: TrainerView) -> int:
+        """Return the number of the step to track in the run, when training starts.
+
+        Raises:
+            RoomierError: ``at_step`` is too small for an activation budget.
+        """
+        if self.at_step is not None and self.at_step < first_step_of(trainer):
+            problem = "must be at least 4, because an activation budget runs measurements before step 4"
+            raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
+        return trainer.global_step + (self.at_step or usual_step_of(trainer))
+
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         if self._tracked is None:
             return
         tracker = self._tracked.end_batch(trainer)

@@ -4,21 +4,51 @@ model."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roomier.api.callback import KeptWeights
-from roomier.callbacks.holds_average import HoldsAverage
+from roomier.api.callback import Callback, KeptWeights
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
 from roomier.techniques.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
 
-if TYPE_CHECKING:
-    from roomier.api.module import Module
-    from roomier.api.trainer_view import TrainerView
+
+class HoldsAverage(Callback):
+    """Callback that holds a :class:`WeightAverage`, which is created during a fit."""
+
+    _average: WeightAverage | None = None
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of weight snapshots in the average."""
+        return 0 if self._average is None else self._average.num_averaged
+
+    def held_weights(self) -> list[Tensor]:
+        """See :class:`roomier.api.callback.KeepsWeights`."""
+        return [] if self._average is None else list(self._average.averages.values())
+
+    def _swap(self, trainer: TrainerView) -> None:
+        """Exchange the weights of the model with their average."""
+        assert self._average is not None
+        with torch.inference_mode(False):  # tensors created in inference mode cannot be used in training
+            trainer.engine.settle()
+            self._average.swap()
+            trainer.engine.settle()
+
+    @classmethod
+    def _wrong(cls, field: str, received: object, problem: str, action: str) -> RoomierError:
+        return RoomierError(f"{cls.__name__}({field})", received, problem, action)
+
+    @classmethod
+    def _check_function(cls, field: str, function: object) -> None:
+        if function is not None and not callable(function):
+            raise cls._wrong(field, function, "must be callable", "Pass a function as for torch's AveragedModel")
+
 
 CURRENT, WIDE = "current_model_state", "averaged_weights"
 
@@ -106,9 +136,7 @@ class WeightAveraging(HoldsAverage):
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._held(trainer).join(self._tensors(trainer))  # add parameters that have been unfrozen
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
             self._update(trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,19 +12,6 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Picklable form of an error. The received object is stored as text, because it may exist only in the process of
-    the failed rank.
-    """
-
-    kind: type[RoomierError]
-    field: str
-    received: str
-    problem: str
-    action: str
 
 
 def all_ranks() -> Ranks:
@@ -58,13 +44,14 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     if own is not None and not isinstance(own, Exception):
         raise own
     rank, first = failures[0]
-    is_everywhere = len(failures) == ranks.world.size and all(other == first for _, other in failures)
+    is_everywhere = len(failures) == ranks.world.size and all(str(other) == str(first) for _, other in failures)
     where = "" if is_everywhere else f" (on rank {rank})"
-    raise first.kind(first.field, Shown(first.received), first.problem + where, first.action) from own
+    raise type(first)(first.field, first.received, first.problem + where, first.action) from own
 
 
-def _failure(error: BaseException) -> _Failure:
+def _failure(error: BaseException) -> RoomierError:
+    # The received object is sent as text, because it may exist only in the process of the failed rank.
     if isinstance(error, RoomierError):
-        return _Failure(type(error), error.field, shorten(error.received), error.problem, error.action)
+        return type(error)(error.field, Shown(shorten(error.received)), error.problem, error.action)
     problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return _Failure(CheckpointError, "checkpoint", "<failed>", problem, "See the traceback of the failed rank")
+    return CheckpointError("checkpoint", Shown("<failed>"), problem, "See the traceback of the failed rank")

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.checkpoint.agree import all_ranks, together
-from roomier.checkpoint.boxes import TensorBox
 from roomier.checkpoint.commit import absolute
-from roomier.checkpoint.saving import Prepared, prepare, write
+from roomier.checkpoint.saving import Prepared, TensorBox, prepare, write
 from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.streams import synchronize

@@ -1,7 +1,9 @@
 """Find checkpoints: list the complete checkpoints, find the newest checkpoint, and verify a checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +23,7 @@ from roomier.checkpoint.record import (
 from roomier.checkpoint.tree import fill
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
 """Function that raises a CheckpointError if the state that ``peek`` returned for the checkpoint cannot be used."""
@@ -51,10 +54,8 @@ class _Complete:
         return record.commit_number, group_ns, record.global_step, record.saved_at_ns, str(self.path)
 
 
-@dataclass(frozen=True)
-class _Damaged:
-    path: Path
-    problem: str
+_Damaged: TypeAlias = tuple[Path, str]
+"""Path of a damaged checkpoint, and the problem."""
 
 
 def list_complete(folder: str | Path) -> list[Path]:
@@ -93,22 +94,22 @@ def find_last(root: str | Path, check: Check | None = None, *, rejects_damage: b
     while complete and found is None:
         newest = complete.pop()
         try:
-            state = fill(read_state(newest.path, newest.record), lambda stored: stored.spec)
+            state = fill(read_state(newest.path, newest.record), lambda _, stored: stored.spec)
             if check is not None:
                 check(newest.path, state)
             found = newest
         except CheckpointError as error:
-            damaged.append(_Damaged(newest.path, error.problem))
+            damaged.append((newest.path, error.problem))
     if found is None and damaged and rejects_damage:
-        shown = "; ".join(f"{each.path} ({each.problem})" for each in damaged[:_NUM_SHOWN])
+        shown = "; ".join(f"{path} ({problem})" for path, problem in damaged[:_NUM_SHOWN])
         problem = f"{len(damaged)} checkpoint(s) exist, but none can be used: {shown}"
         action = "Restore a copy of a checkpoint, or move the damaged checkpoints to another folder"
         raise NoUsableCheckpointError("checkpoint", str(root), problem, action)
     number = 0 if found is None else found.record.commit_number
-    for each in damaged:
-        if not 0 < read_commit_number(each.path) < number:
+    for path, problem in damaged:
+        if not 0 < read_commit_number(path) < number:
             instead = "there is no other checkpoint" if found is None else f"using {found.path}"
-            notice(f"skipped the checkpoint {each.path} ({each.problem}); {instead}")
+            notice(f"skipped the checkpoint {path} ({problem}); {instead}")
     return None if found is None else found.path
 
 
@@ -139,16 +140,21 @@ def verify(path: str | Path) -> None:
             if there is one.
     """
     folder = surviving_path(Path(path))
-    try:
+    with naming_alternative(folder):
         _check(folder)
+
+
+@contextmanager
+def naming_alternative(folder: Path, ranks: Ranks | None = None) -> Iterator[None]:
+    """If the ``with`` block raises an error about the damaged checkpoint ``folder``, name the newest valid checkpoint
+    next to it in the error. Only rank 0 of ``ranks`` verifies the other checkpoints."""
+    try:
+        yield
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        raise with_alternative(error, folder) from None
+        raise (ranks or Ranks()).on_zero(partial(_with_alternative, error, folder)) from None
 
 
-def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
-    """Return ``error`` about the checkpoint ``folder``, with an action that names the newest valid checkpoint next to
-    it.
-    """
+def _with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
     for other in reversed(list_complete(folder.parent)):
         if other == folder:
             continue
@@ -185,7 +191,7 @@ def _survey(groups: list[list[Path]]) -> tuple[list[_Complete], list[_Damaged]]:
                 continue
             except (CheckpointError, OSError) as error:
                 if path.is_dir() and not path.name.startswith("."):
-                    damaged.append(_Damaged(path, str(getattr(error, "problem", error))))
+                    damaged.append((path, str(getattr(error, "problem", error))))
         group_ns = max((each.saved_at_ns for each in records.values()), default=0)
         complete += [_Complete(path, record, group_ns) for path, record in records.items()]
     return sorted(complete, key=lambda each: each.age_key), damaged

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import PurePosixPath, PureWindowsPath
+from functools import partial
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -101,20 +102,12 @@ def _numpy_scalar(dtype: _NumpyDtype, data: bytes) -> bool | int | float:
     return value
 
 
-def _posix_path(*parts: str) -> str:
-    return str(PurePosixPath(*parts))
-
-
-def _windows_path(*parts: str) -> str:
-    return str(PureWindowsPath(*parts))
+def _path(kind: type[PurePath], *parts: str) -> str:
+    return str(kind(*parts))
 
 
 def _number(value: int) -> int:
     return int(value)
-
-
-def _empty(*_: Any) -> dict[Any, Any]:
-    return {}
 
 
 def _by_name() -> list[Any]:
@@ -124,10 +117,11 @@ def _by_name() -> list[Any]:
     listed += [(_numpy_scalar, f"{module}.scalar") for module in _NUMPY_CORES]
     listed += [(_Config, name) for name in _CONFIGS] + [(_Node, name) for name in _NODES]
     listed += [(_OmegaConfMetadata, name) for name in _FACTS] + [(_Type, name) for name in _TYPES_NAMED_THERE]
-    listed += [(_empty, "collections.defaultdict")]
+    listed += [(lambda *_: {}, "collections.defaultdict")]
     for module in _PATH_MODULES:
-        listed += [(_posix_path, f"{module}.{name}") for name in ("PosixPath", "PurePosixPath")]
-        listed += [(_windows_path, f"{module}.{name}") for name in ("WindowsPath", "PureWindowsPath")]
+        for kind in (PurePosixPath, PureWindowsPath):
+            names = (f"{module}.{kind.__name__}", f"{module}.{kind.__name__.removeprefix('Pure')}")
+            listed += [(partial(_path, kind), name) for name in names]
     return listed
 
 

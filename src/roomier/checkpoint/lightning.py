@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.harmless_types import as_plain, harmless_types, unresolved_in
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, first_few
 from roomier.core.forms import Form, FormError, anything, count, fields, finite, flag, list_of, mapping_of, optional
 from roomier.core.untrusted import open_regular
 
@@ -157,10 +157,7 @@ class LightningFile:
     @property
     def described(self) -> dict[str, Any]:
         """Entries from which :func:`roomier.checkpoint.module.make_module` creates a module."""
-        name = self.content.get(HYPERPARAMETERS_NAME)
-        # "kwargs" means separate arguments. Any other value is the name of the single argument that contains all
-        # hyperparameters.
-        argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
+        argument = self._argument(HYPERPARAMETERS_NAME, "hyperparameters_argument")
         return {"hyperparameters": self.hyperparameters, **argument}
 
     @property
@@ -168,9 +165,14 @@ class LightningFile:
         """Hyperparameters of the DataModule, and the name of the single argument that contained all of them, if such an
         argument exists.
         """
-        name = self.content.get(DATA_HYPERPARAMETERS_NAME)
-        argument = {} if name in (None, "kwargs") else {"argument": str(name)}
+        argument = self._argument(DATA_HYPERPARAMETERS_NAME, "argument")
         return {"hyperparameters": self._resolved(DATA_HYPERPARAMETERS), **argument}
+
+    def _argument(self, entry: str, key: str) -> dict[str, str]:
+        # "kwargs" means separate arguments. Any other value is the name of the single argument that contains all
+        # hyperparameters.
+        name = self.content.get(entry)
+        return {} if name in (None, "kwargs") else {key: str(name)}
 
     @property
     def scaler(self) -> dict[str, Any] | None:
@@ -359,9 +361,7 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     if not found:
         problem = f"cannot be loaded without executing code ({' '.join(str(error).split())[:160]})"
     else:
-        more = f" and {len(found) - _NUM_NAMES_SHOWN} more" if len(found) > _NUM_NAMES_SHOWN else ""
-        shown = f"{', '.join(found[:_NUM_NAMES_SHOWN])}{more}"
-        problem = f"contains objects of {shown}, and loading them would execute code"
+        problem = f"contains objects of {first_few(found)}, and loading them would execute code"
     action = (
         "If you trust the source of this file, remove the objects in an environment that contains their packages: "
         "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, 'plain.ckpt'). Then pass "

@@ -73,14 +73,11 @@ def load_module(
     described["hyperparameters"] = _hyperparameters(hparams_file, described.get("hyperparameters", {}))
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
-    if file is not None:
-        _load_lightning(module, file, strict=strict)
-        return module if device is None else module.to(device)
-    _put_adapters(module, described.get("plan"))
-    if is_one(module, Module) and overrides(module, "on_load_checkpoint", Module):
-        _load_changed(module, path, described, strict=strict)
-        return module if device is None else module.to(device)
-    if strict:
+    if file is None:
+        _put_adapters(module, described.get("plan"))
+    if file is not None or (is_one(module, Module) and overrides(module, "on_load_checkpoint", Module)):
+        _load_changed(module, path, described, file, strict=strict)
+    elif strict:
         # Filled in place. Values from get_extra_state are set after the tensors are filled.
         places = {"module": module.state_dict()}
         found = load(path, into=places, only=("module",), empty=("module",))["module"]
@@ -193,27 +190,26 @@ def _constructed(
         raise CheckpointError("checkpoint_path", str(path), problem, action) from error
 
 
-def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """Call ``on_load_checkpoint`` with the entries of hooks and of the model. Then load the weights."""
-    only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
-    shown = ShownCheckpoint(load(path, only=only))
-    module.on_load_checkpoint(shown)
-    differing = sorted(shown["module"].keys() ^ module.state_dict().keys())
+def _load_changed(
+    module: Any, path: str | Path, described: Mapping[str, Any], file: LightningFile | None, *, strict: bool
+) -> None:
+    """Call ``on_load_checkpoint`` with the entries of hooks and of the model, which the hook can rename. Then load the
+    weights."""
+    shown: dict[str, Any]
+    if file is not None:
+        shown = file.content
+    else:
+        only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
+        shown = ShownCheckpoint(load(path, only=only))
+    if hasattr(module, "on_load_checkpoint"):
+        module.on_load_checkpoint(shown)
+    weights = shown["state_dict"]
+    differing = sorted(weights.keys() ^ module.state_dict().keys())
     if strict and differing:
         problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"
         action = "Pass the class that was saved, or strict=False"
         raise CheckpointError("checkpoint_path", str(path), problem, action)
-    _load_weights(module, shown["module"], path)
-
-
-def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
-    if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # before loading, as in Lightning: the hook can rename weights
-    if strict and file.state_dict.keys() != module.state_dict().keys():
-        differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
-        problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"
-        raise CheckpointError("checkpoint_path", str(file.path), problem, "Pass the class that was saved")
-    _load_weights(module, file.state_dict, file.path)
+    _load_weights(module, weights, path)
 
 
 def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:

@@ -14,18 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.boxes import is_sharded
-from roomier.checkpoint.record import StoredFile, damage, malformed, reading, summed
+from roomier.checkpoint.record import Record, StoredFile, damage, malformed, reading, summed
 from roomier.checkpoint.tensor_file import num_bytes_of, read_box, read_header
-from roomier.checkpoint.tree import TensorSpec
+from roomier.checkpoint.tree import StoredTensor, TensorSpec, leaves
 from roomier.core import torch_private
 from roomier.core.forms import FormError, count, fields, item_of, list_of, mapping_of
 from roomier.core.ranks import Ranks
+from roomier.core.sharded import is_sharded, local_part
 from roomier.core.untrusted import open_regular, parse_json
 
 _OFFSETS_FORM = mapping_of(fields({"saved_offsets": list_of(count)}))
@@ -54,12 +54,15 @@ Pieces: TypeAlias = Mapping[str, Sequence[Piece]]
 """Mapping from the name of each tensor to its boxes."""
 
 
-def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
-    """Return the boxes that the headers of ``files`` describe.
+def find_pieces(folder: Path, record: Record, state: Any) -> tuple[list[StoredFile], Pieces]:
+    """Return the files of ``record`` that contain the stored tensors in ``state``, and the boxes that the headers of
+    these files describe.
 
     Raises:
-        CheckpointError: a header cannot be read, is malformed, or lists different tensors than the record.
+        CheckpointError: a header cannot be read, is malformed, or does not match the record.
     """
+    specs = {stored.name: stored.spec for _, stored in leaves(state, StoredTensor)}
+    files = [file for file in record.files if not specs.keys().isdisjoint(file.tensors)]
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         with reading(folder, file.name), malformed(folder, file.name):
@@ -73,7 +76,9 @@ def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
                 if len(offsets) != len(shape):
                     raise FormError(item_of("DCP_SHARDING_INFO", name), offsets, f"a list of {len(shape)} offsets")
                 pieces.setdefault(name, []).append(Piece(file.name, first, dtype, shape, offsets))
-    return pieces
+    for name, spec in specs.items():
+        check_pieces(folder, pieces, name, spec)
+    return files, pieces
 
 
 def check_pieces(folder: Path, pieces: Pieces, name: str, spec: TensorSpec) -> None:
@@ -217,10 +222,9 @@ def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dic
 
 def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the part of ``target`` that is on this rank, and its offsets in the full tensor."""
-    if not is_sharded(target):
-        return target, (0,) * target.dim()
-    own = target.to_local()
-    return own, torch_private.offsets_of_shard(target) if own.numel() else (0,) * own.dim()
+    own = local_part(target)
+    has_offsets = is_sharded(target) and own.numel()
+    return own, torch_private.offsets_of_shard(target) if has_offsets else (0,) * own.dim()
 
 
 def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _BoxRead | None:

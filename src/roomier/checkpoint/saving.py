@@ -6,9 +6,22 @@ flushes them. All ranks gather the names and checksums of the files. Rank 0 writ
 After each of these steps, all ranks report to each other whether the step succeeded. If the step failed on any rank,
 rank 0 removes the folder, and all ranks raise the same error. If a rank dies, the other ranks detect the broken
 connection and do not rename the folder.
+
+[Note: the files]
+Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of the
+``HuggingFaceStorageWriter`` of torch.distributed.checkpoint (DCP): boxes of tensors under the names of the full
+tensors, and the offsets of each box in the header. ``reading.py``, and DCP's reader in other programs, can assemble
+these boxes for any other sharding layout. DCP's writer is not used, because it stores the bytes of each file in memory
+twice, communicates with the other ranks in additional calls, and does not compute checksums. This module writes the
+bytes directly to the file. In addition to the state, saving requires memory for a copy of one non-contiguous tensor, or
+for 4 MiB of a tensor on a device. DCP's reader is not used, because it does not check the headers.
 """
 
+from __future__ import annotations
+
 import importlib.metadata
+import json
+import math
 import time
 import zlib
 from collections import Counter
@@ -16,20 +29,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from roomier.checkpoint import store, tree
+from roomier.checkpoint import tree
 from roomier.checkpoint.agree import together
-from roomier.checkpoint.boxes import TensorBox, is_sharded, parts_to_write
 from roomier.checkpoint.commit import committed_folder, disk_errors, sync_folder
 from roomier.checkpoint.find import next_commit_number
-from roomier.checkpoint.record import FORMAT_VERSION, README_NAME, README_START, Record, StoredFile, write_record
+from roomier.checkpoint.record import (
+    FORMAT_VERSION,
+    README_NAME,
+    README_START,
+    TENSOR_SUFFIX,
+    Record,
+    StoredFile,
+    write_record,
+)
+from roomier.checkpoint.tensor_file import TensorFile, bytes_of
 from roomier.checkpoint.tree import StoredTensor, leaves
+from roomier.core import torch_private
 from roomier.core.errors import CheckpointError
 from roomier.core.ranks import Ranks
+from roomier.core.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 README = (
     f"{README_START}\n"
@@ -113,9 +139,11 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
         assert folder is not None
 
         def write_own() -> tuple[list[StoredFile], dict[str, int]]:
-            _check_shared(folder, target)
+            if not folder.is_dir():
+                problem = "is not on a shared file system. The folder that rank 0 created does not exist for this rank"
+                raise CheckpointError("path", str(target), problem, "Choose a folder on shared storage")
             with disk_errors(target, num_bytes, folder):
-                files = store.write_parts(folder, prepared.parts, prepared.section_of, ranks.world.rank)
+                files = write_parts(folder, prepared.parts, prepared.section_of, ranks.world.rank)
                 sync_folder(folder)
             return files, {part.name: part.tensor.numel() for part in prepared.parts if part.is_sharded}
 
@@ -153,12 +181,6 @@ def _record(prepared: Prepared, files: list[StoredFile]) -> Record:
     )
 
 
-def _check_shared(folder: Path, target: Path) -> None:
-    if not folder.is_dir():
-        problem = "is not on a shared file system. The folder that rank 0 created does not exist for this rank"
-        raise CheckpointError("path", str(target), problem, "Choose a folder on shared storage")
-
-
 def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) -> None:
     written: Counter[str] = Counter()
     for of_rank in num_elements:
@@ -169,3 +191,112 @@ def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) 
         problem = "the ranks that save have only some shards of the sharded tensors"
         action = "Call save on every rank of the process group"
         raise CheckpointError("state", f"{written[name]} of {num_all} elements of {name}", problem, action)
+
+
+_FILE_BYTES = 128 * 2**20
+
+
+def write_parts(folder: Path, parts: Sequence[TensorBox], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
+    """Write ``parts`` to files of this rank in ``folder`` and flush the files to the disk.
+
+    Parts of different sections (top-level keys of the state) are never in the same file.
+
+    Args:
+        folder: folder of the checkpoint that is being written.
+        parts: parts of tensors that this rank writes.
+        section_of: mapping from the name of each tensor to its top-level key.
+        rank: rank of this process.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
+    groups = _file_groups(parts, section_of)
+    return [
+        _write_file(folder / f"shard-{rank + 1:05}-model-{index:05}-of-{len(groups):05}{TENSOR_SUFFIX}", group)
+        for index, group in enumerate(groups, start=1)
+    ]
+
+
+def _write_file(path: Path, parts: Sequence[TensorBox]) -> StoredFile:
+    by_name = {part.name: part for part in parts}
+    metadata = {
+        "DCP_SHARDING_INFO": json.dumps({part.name: {"saved_offsets": part.offsets} for part in parts}),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
+    specs = {part.name: (part.tensor.dtype, tuple(part.tensor.shape)) for part in parts}
+    with TensorFile(path, specs, metadata) as file:
+        for name in file.names:
+            for data in bytes_of(by_name[name].tensor):
+                file.append(data)
+    return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
+
+
+def _file_groups(parts: Sequence[TensorBox], section_of: Mapping[str, Any]) -> list[list[TensorBox]]:
+    """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
+    groups: list[list[TensorBox]] = []
+    held_bytes, section = 0, object()
+    for part in parts:
+        if section_of[part.name] != section or held_bytes + part.tensor.nbytes > _FILE_BYTES:
+            groups.append([])
+            held_bytes, section = 0, section_of[part.name]
+        groups[-1].append(part)
+        held_bytes += part.tensor.nbytes
+    return groups
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """Box (a rectangular region) of a tensor on this rank.
+
+    Attributes:
+        name: name of the full tensor.
+        offsets: first index of the box in the full tensor, for each dimension.
+        tensor: the box.
+        is_sharded: True if the full tensor is sharded across ranks.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+    is_sharded: bool = False
+
+
+def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[TensorBox]:
+    """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
+
+    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), these ranks take turns:
+    each rank writes the shards of different tensors. Empty shards are skipped.
+
+    Args:
+        tensors: mapping from names to the tensors of a state.
+        writes_whole: True if this rank writes the tensors that are not sharded.
+    """
+    found, turn = [], 0
+    for name, tensor in tensors.items():
+        if not is_sharded(tensor):
+            if writes_whole:
+                found.append(TensorBox(name, (0,) * tensor.dim(), tensor))
+            continue
+        turn += 1  # Count sharded tensors only, because only these tensors are the same on all ranks.
+        if not tensor.numel():  # no rank has a shard with elements
+            if writes_whole:
+                found.append(TensorBox(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
+        elif _is_mine(tensor, turn) and tensor.to_local().numel():
+            found.append(TensorBox(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_sharded=True))
+    return found
+
+
+def _is_mine(tensor: DTensor, turn: int) -> bool:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    sizes = mesh.shape
+    copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    writer = turn % math.prod(sizes[dim] for dim in copies)
+    for dim in copies:
+        writer, at = divmod(writer, sizes[dim])
+        if coordinate[dim] != at:
+            return False
+    return True

@@ -24,39 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.boxes import is_sharded
+from roomier.checkpoint.tensor_file import CODES
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import Form, FormError, anything, count, items, list_of, one_of, place_of, text
 from roomier.core.forms import fields as form_of_fields
+from roomier.core.sharded import is_sharded, local_part
 from roomier.core.untrusted import MAX_DEPTH, check_depth
 
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
 # Dtypes that safetensors can write and torch can read, except complex128 and float8_e8m0fnu.
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-    )
-}
+DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 _HEADER_KEY = "__metadata__"  # reserved by safetensors
@@ -170,7 +149,7 @@ class _Splitter:
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return a value that is equal only for tied tensors; None if the tensor has no elements."""
-    local = tensor.to_local() if is_sharded(tensor) else tensor
+    local = local_part(tensor)
     if not local.numel():
         return None
     # The state keeps all its tensors in memory, so a data pointer identifies a tensor.
@@ -317,26 +296,13 @@ def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]
             yield from leaves(item, kind, (*path, index))
 
 
-def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
-    """Return a copy of a result of :func:`join` in which each stored tensor is replaced by ``value_of(stored)``."""
+def fill(node: Any, value_of: Callable[[Path, StoredTensor], Any], path: Path = ()) -> Any:
+    """Return a copy of a result of :func:`join` in which each stored tensor is replaced by ``value_of(path,
+    stored)``."""
     if isinstance(node, StoredTensor):
-        return value_of(node)
+        return value_of(path, node)
     if isinstance(node, dict):
-        return {key: fill(item, value_of) for key, item in node.items()}
-    if isinstance(node, list):
-        return [fill(item, value_of) for item in node]
-    if isinstance(node, tuple):
-        return tuple(fill(item, value_of) for item in node)
-    return node
-
-
-def fill_by_path(node: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return a copy of a result of :func:`join` in which each stored tensor is replaced by the value at its path in
-    ``values``."""
-    if isinstance(node, StoredTensor):
-        return values[path]
-    if isinstance(node, dict):
-        return {key: fill_by_path(item, values, (*path, key)) for key, item in node.items()}
+        return {key: fill(item, value_of, (*path, key)) for key, item in node.items()}
     if isinstance(node, (list, tuple)):
-        return type(node)(fill_by_path(item, values, (*path, index)) for index, item in enumerate(node))
+        return type(node)(fill(item, value_of, (*path, index)) for index, item in enumerate(node))
     return node

@@ -11,22 +11,13 @@ from torch import Tensor
 from roomier.checkpoint import tree
 from roomier.checkpoint.agree import all_ranks, together
 from roomier.checkpoint.commit import absolute, surviving_path
-from roomier.checkpoint.find import with_alternative
-from roomier.checkpoint.reading import TensorReader, check_pieces, read_pieces
-from roomier.checkpoint.record import (
-    DamagedCheckpointError,
-    NotACheckpointError,
-    Record,
-    check_sizes,
-    read_record,
-    read_state,
-)
+from roomier.checkpoint.find import naming_alternative
+from roomier.checkpoint.reading import TensorReader, find_pieces
+from roomier.checkpoint.record import Record, check_sizes, read_record, read_state
 from roomier.checkpoint.saving import prepare, write
 from roomier.checkpoint.tree import StoredTensor, leaves
-from roomier.core.errors import CheckpointError, did_you_mean
+from roomier.core.errors import CheckpointError, did_you_mean, first_few
 from roomier.core.ranks import Ranks
-
-_NUM_NAMES_SHOWN = 5
 
 
 class Unread(enum.Enum):
@@ -80,14 +71,11 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
     """
     folder = surviving_path(Path(path))
-    try:
+    with naming_alternative(folder):
         record = read_record(folder)
         if check_files:
             check_sizes(folder, record)
-        skeleton = _skeleton(folder, record, None)
-    except (DamagedCheckpointError, NotACheckpointError) as error:
-        raise with_alternative(error, folder) from None
-    state: dict[str, Any] = tree.fill(skeleton, lambda stored: stored.spec)
+        state: dict[str, Any] = tree.fill(read_state(folder, record), lambda _, stored: stored.spec)
     return state
 
 
@@ -136,28 +124,27 @@ def load(
     """
     ranks = Ranks() if ranks is None else ranks
     folder = surviving_path(Path(path))
-    targets: dict[tree.Path, Tensor] = {}
     skeleton: dict[str, Any] = {}
     state: dict[str, Any] = {}
 
     def prepare_reader() -> TensorReader:
         record = read_record(folder)
         check_sizes(folder, record)
-        skeleton.update(_without_unread(_skeleton(folder, record, only), into or {}))
+        unread = {path for path, _ in leaves(into or {}, Unread)}
+        stored_state = _skeleton(folder, record, only)
+        skeleton.update(tree.fill(stored_state, lambda path, stored: None if path in unread else stored))
         wanted = {key: into[key] for key in into if only is None or key in only} if into else {}
         filled = _match(folder, skeleton, wanted)
-        specs = {stored.name: stored.spec for _, stored in leaves(skeleton, StoredTensor)}
-        needed = [file for file in record.files if not specs.keys().isdisjoint(file.tensors)]
-        pieces = read_pieces(folder, needed)
-        for name, spec in specs.items():
-            check_pieces(folder, pieces, name, spec)
-        for path, stored in leaves(skeleton, StoredTensor):
-            new = None if path in filled else torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-            targets[path] = filled[path] if new is None else new
-        state.update(tree.fill_by_path(skeleton, targets))
+        needed, pieces = find_pieces(folder, record, skeleton)
         parts: tuple[list[Any], list[Any]] = ([], [])
-        for path, stored in leaves(skeleton, StoredTensor):
-            parts[path in filled and path[0] not in empty].append((stored.name, targets[path]))
+
+        def target_of(path: tree.Path, stored: StoredTensor) -> Tensor:
+            new = None if path in filled else torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+            target = filled[path] if new is None else new
+            parts[new is None and path[0] not in empty].append((stored.name, target))
+            return target
+
+        state.update(tree.fill(skeleton, target_of))
         return TensorReader(folder, needed, pieces, *parts)
 
     readers: list[TensorReader] = []
@@ -167,25 +154,11 @@ def load(
         if check is not None:
             check(state)
 
-    try:
+    with naming_alternative(folder, ranks):
         together(ranks, lambda: readers.append(prepare_reader()))
         together(ranks, verify)
-    except (DamagedCheckpointError, NotACheckpointError) as error:
-        # Only rank 0 verifies the checkpoints that the error suggests as alternatives.
-        raise ranks.from_zero(with_alternative(error, folder) if ranks.is_zero else error) from None
     together(ranks, readers[0].read_filled)
     return state
-
-
-def _without_unread(node: Any, into: Any) -> Any:
-    """Return ``node`` with None for each stored tensor that is :data:`UNREAD` in ``into``."""
-    if isinstance(node, StoredTensor) and into is UNREAD:
-        return None
-    if isinstance(node, dict) and isinstance(into, Mapping):
-        return {key: _without_unread(item, into.get(key)) for key, item in node.items()}
-    if isinstance(node, (list, tuple)) and isinstance(into, (list, tuple)) and len(node) == len(into):
-        return type(node)(_without_unread(item, other) for item, other in zip(node, into, strict=True))
-    return node
 
 
 def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dict[str, Any]:
@@ -215,9 +188,9 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
     if missing or unexpected or different:
         problem = "belongs to another model: " + "; ".join(
             [
-                *_some("missing in the checkpoint", [tree.show_path(path) for path in missing]),
-                *_some("only in the checkpoint", [tree.show_path(path) for path in unexpected]),
-                *_some("different", different),
+                *some_of("missing in the checkpoint", [tree.show_path(path) for path in missing]),
+                *some_of("only in the checkpoint", [tree.show_path(path) for path in unexpected]),
+                *some_of("different", different),
             ]
         )
         action = "Pass a checkpoint of this model, or create the model that was saved"
@@ -231,8 +204,6 @@ def _shown(tensor: Tensor) -> str:
     return f"{tree.TensorSpec(tuple(tensor.shape), tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
 
 
-def _some(title: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _NUM_NAMES_SHOWN} more" if len(names) > _NUM_NAMES_SHOWN else ""
-    return [f"{title}: {', '.join(names[:_NUM_NAMES_SHOWN])}{more}"]
+def some_of(title: str, names: list[str]) -> list[str]:
+    """Return a list with the text ``title: a, b, ...`` of the first few ``names``; an empty list without names."""
+    return [f"{title}: {first_few(names)}"] if names else []

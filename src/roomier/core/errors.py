@@ -108,6 +108,12 @@ def shorten(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def first_few(names: Sequence[str], limit: int = 5) -> str:
+    """Return ``"a, b and 3 more"`` for more than ``limit`` names."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the element of ``known`` that is most similar to ``name``; None if no element is similar.
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import FunctionType
 from typing import Any, Protocol
 
+import numpy as np
+from torch import Tensor, equal
 from torch.utils.data import DataLoader
 
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.core.ranks import Ranks
 from roomier.data import torch_loaders
 from roomier.data.by_length import LengthGroupedBatchSampler
-from roomier.data.common_draws import CommonDraws
-from roomier.data.compared import FirstBatch
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
-from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
-from roomier.data.seeding import EpochSeed, mix_seed
-from roomier.data.share import Share
+from roomier.data.seeding import CommonDraws, EpochSeed, mix_seed
+from roomier.data.share import FirstBatch, Reading
 
 
 class SpeaksState(Protocol):
@@ -41,70 +40,19 @@ class SpeaksState(Protocol):
         """Restore a position that :meth:`state_dict` returned."""
 
 
-class EpochStart:
-    """Random states at the start of an epoch. With these states, a loader draws the same random numbers again.
-
-    Args:
-        own: generators of the user's loader, dataset and samplers.
-    """
-
-    def __init__(self, own: OwnGenerators) -> None:
-        self._own = own
-        self._state: dict[str, Any] = {}
-
-    def remember(self) -> None:
-        """Save the current state of the global generators and of the user's generators."""
-        self._state = {"global": rng_state(), "own": self._own.states()}
-
-    def remember_first_read(self) -> None:
-        """Save the state of the global generators before the first read, because code that runs after the iterator is
-        created, such as a hook, can draw from them."""
-        self._state["first_read"] = rng_state()
-
-    def position(self) -> dict[str, Any]:
-        """Return the saved states, and the current states of the user's generators."""
-        return {"random_at_start": self._state, "random_now": self._own.states()}
-
-    def restore(self, position: dict[str, Any]) -> None:
-        """Set all generators to the states that ``position`` stores for the start of its epoch, and save these
-        states."""
-        set_rng_state(position["random_at_start"]["global"])
-        self._own.set_states(position["random_at_start"]["own"])
-        self._state = dict(position["random_at_start"])
-
-    def restore_first_read(self) -> None:
-        """After :meth:`restore`, set the global generators to their state before the first read."""
-        if "first_read" in self._state:  # absent in earlier checkpoints
-            set_rng_state(self._state["first_read"])
-
-    def leave(self, position: dict[str, Any]) -> None:
-        """Set the user's generators to the current states that ``position`` stores. The caller restores the global
-        generators."""
-        self._own.set_states(position["random_now"])
-
-
 class BatchFeed(Feed):
     """Base class of feeds whose position is the total number of batches that the ranks have read.
 
     Args:
         loader: the loader that the user passed, or a copy of it.
-        share: share of the batches that this rank reads.
-        ranks: ranks that gather their positions if the loader shards itself.
-        seed: seed of the random numbers that must be identical on all ranks.
-        draws_apart: if True, the loader's code uses separate random states, so that its random numbers do not depend on
-            other code, such as a second loader.
+        how: settings of the feed.
     """
 
-    def __init__(
-        self, loader: Any, *, name: str, share: Share, ranks: Ranks, seed: int, draws_apart: bool = False
-    ) -> None:
-        super().__init__(name)
-        self._loader = loader
-        self._share = share
-        self._ranks = ranks
-        self._seed = seed
-        self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._first_batch, self._is_compared = FirstBatch(share, ranks, name, loader), False
+    def __init__(self, loader: Any, how: Reading) -> None:
+        super().__init__(how.name)
+        self._loader, self._share, self._ranks, self._seed = loader, how.share, how.ranks, how.seed
+        self._draws = CommonDraws() if how.share.divides or how.draws_apart else None
+        self._first_batch, self._is_compared = FirstBatch(how, loader), False
         # Numbers of batches of the epoch, on all ranks and on this rank, that were done before this feed started.
         self._num_before = 0
         self._first = 0
@@ -207,7 +155,63 @@ class ListFeed(BatchFeed):
         self._of_this_rank(position)
 
 
-class WalkedFeed(BatchFeed):
+class DrawnFeed(BatchFeed):
+    """Base class of feeds that resume by drawing the same random numbers again, from the random states at the start of
+    the epoch.
+
+    Args:
+        own_generators: generators of the user's loader, dataset and samplers.
+    """
+
+    def __init__(self, loader: Any, how: Reading, own_generators: OwnGenerators) -> None:
+        super().__init__(loader, how)
+        if how.share.divides:
+            own_generators.agree(how.ranks)
+        self._own_generators = own_generators
+        self._at_start: dict[str, Any] = {}  # states of the global generators and of the user's generators
+        if self._draws is None:
+            self.begin_reading = self._note_first_read
+
+    def _note_first_read(self) -> None:
+        # Code that runs after the iterator is created, such as a hook, can draw from the global generators.
+        self._at_start["first_read"] = rng_state()
+
+    def _restore_first_read(self) -> None:
+        if "first_read" in self._at_start:  # absent in earlier checkpoints
+            set_rng_state(self._at_start["first_read"])
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        self._begin(epoch)
+        with self._alike():
+            self._at_start = {"global": rng_state(), "own": self._own_generators.states()}
+            return self._start_at(epoch, 0)
+
+    @abstractmethod
+    def _start_at(self, epoch: int, num_skipped: int) -> Iterator[Any]:
+        """Return an iterator over the batches of this rank after the first ``num_skipped`` batches of the loader."""
+
+    def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
+        self.check(position)
+        position = self._of_this_rank(position)
+        num_skipped = self._share.num_skipped(position, self.name, self._loader)
+        self._begin(position["epoch"], position["num_batches"])
+        with self._alike():
+            self._at_start = dict(position["random_at_start"])
+            set_rng_state(self._at_start["global"])
+            self._own_generators.set_states(self._at_start["own"])
+            batches = self._start_at(position["epoch"], num_skipped)
+        self._own_generators.set_states(position["random_now"])  # the caller restores the global generators
+        return batches, self._first
+
+    def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        self.continues = True
+        self._own_generators.set_states(self._of_this_rank(position)["random_now"])
+
+    def _own_position(self) -> dict[str, Any]:
+        return {"random_at_start": self._at_start, "random_now": self._own_generators.states()}
+
+
+class WalkedFeed(DrawnFeed):
     """Feed for a DataLoader with a custom sampler. The feed resumes by drawing the same indices again, without loading
     data.
 
@@ -217,7 +221,6 @@ class WalkedFeed(BatchFeed):
     Args:
         loader: DataLoader that reads the indices of ``sampler``.
         sampler: sampler that yields the batches of this rank.
-        own_generators: generators of the user's loader.
         epoch_seed: seed of the random numbers that worker processes draw for each batch; None without workers.
     """
 
@@ -226,24 +229,16 @@ class WalkedFeed(BatchFeed):
     def __init__(
         self,
         loader: DataLoader[Any],
-        sampler: WalkedSampler,
-        *,
+        how: Reading,
         own_generators: OwnGenerators,
+        sampler: WalkedSampler,
         epoch_seed: EpochSeed | None,
-        name: str,
-        share: Share,
-        ranks: Ranks,
-        seed: int,
-        draws_apart: bool = False,
     ) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
-        self.may_end_apart = share.divided_by is not None and not share.keeps_order
+        super().__init__(loader, how, own_generators)
+        self.may_end_apart = how.share.divided_by is not None and not how.share.keeps_order
         self._sampler = sampler
         self._sampler.draws = self._draws
         self._epoch_seed = epoch_seed
-        self._epoch_start = EpochStart(own_generators)
-        if self._draws is None:
-            self.begin_reading = self._epoch_start.remember_first_read
 
     @property
     def num_batches(self) -> int | float:
@@ -255,34 +250,18 @@ class WalkedFeed(BatchFeed):
             length = length_of(self._sampler.inner)
             self._first = int(self.num_batches - self._share.count(length - num_before))
 
-    def start(self, epoch: int) -> Iterator[Any]:
-        self._begin(epoch)
-        with self._alike():
-            self._epoch_start.remember()
-            return self._start_at(epoch, 0)
-
     def _start_at(self, epoch: int, num_skipped: int) -> Iterator[Any]:
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._seed, epoch)
         self._sampler.first_batch = self._first_batch if self._share.divides and self._is_compared else None
         self._sampler.skip(num_skipped)
-        return begin(self._loader, had_workers=self.continues)
-
-    def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        self.check(position)
-        position = self._of_this_rank(position)
-        num_skipped = self._share.num_skipped(position, self.name, self._loader)
-        self._begin(position["epoch"], position["num_batches"])
-        with self._alike():
-            self._epoch_start.restore(position)
-            iterator = self._start_at(position["epoch"], num_skipped)
-            if num_skipped and not self._loader.num_workers:
-                # With workers, the iterator has already drawn indices. Without workers, it would draw them on the first
-                # read, when the random states from the start of the epoch are no longer set.
-                self._epoch_start.restore_first_read()
-                self._sampler.walk()
-        self._epoch_start.leave(position)
-        return iterator, self._first
+        iterator = begin(self._loader, had_workers=self.continues)
+        if num_skipped and not self._loader.num_workers:
+            # With workers, the iterator has already drawn indices. Without workers, it would draw them on the first
+            # read, when the random states from the start of the epoch are no longer set.
+            self._restore_first_read()
+            self._sampler.walk()
+        return iterator
 
     def position(self, num_batches: int) -> dict[str, Any]:
         position, inner = super().position(num_batches), self._sampler.inner
@@ -297,47 +276,31 @@ class WalkedFeed(BatchFeed):
         if isinstance(inner, LengthGroupedBatchSampler):
             inner.check_order(position.get("sampler", {}), self.name)
 
-    def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self.continues = True
-        self._epoch_start.leave(self._of_this_rank(position))
 
-    def _own_position(self) -> dict[str, Any]:
-        return self._epoch_start.position()
-
-
-class ReplayedFeed(BatchFeed):
+class ReplayedFeed(DrawnFeed):
     """Feed for any iterable that cannot save its position. To resume, the feed reads and discards batches."""
 
     kind = "replayed"
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        name: str,
-        share: Share,
-        ranks: Ranks,
-        seed: int,
-        draws_apart: bool = False,
-    ) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
-        self.may_end_apart = share.world.size > 1
+    def __init__(self, loader: Iterable[Any], how: Reading) -> None:
+        super().__init__(loader, how, OwnGenerators(loader))
+        self.may_end_apart = how.share.world.size > 1
         # The __iter__ of a user-defined iterator can restart it. Generators and built-in iterators do not restart.
         self._is_one_shot = isinstance(loader, Iterator)
         self._may_restart = self._is_one_shot and isinstance(getattr(type(loader), "__iter__", None), FunctionType)
         self._was_started = False
-        own_generators = OwnGenerators(loader)
-        if share.divides:
-            own_generators.agree(ranks)
-        self._epoch_start = EpochStart(own_generators)
-        if self._draws is None:
-            self.begin_reading = self._epoch_start.remember_first_read
 
-    def start(self, epoch: int) -> Iterator[Any]:
-        self._begin(epoch)
-        with self._alike():
-            self._epoch_start.remember()
-            iterator = self._iterate(epoch)
+    def _start_at(self, epoch: int, num_skipped: int) -> Iterator[Any]:
+        iterator = self._iterate(epoch)
+        self._restore_first_read()
+        if num_skipped:
+            notice(
+                f"{self.name}: reading and discarding {num_skipped} batches to resume, because this loader does not "
+                "save its position. A loader with state_dict() and load_state_dict() resumes immediately."
+            )
+        num_read = sum(1 for _ in islice(iterator, num_skipped))
+        if num_read < num_skipped:
+            raise _too_short(self.name, self._loader, num_read, num_skipped)
         return self._own_part(iterator)
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
@@ -361,37 +324,6 @@ class ReplayedFeed(BatchFeed):
         action = "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch"
         return DataError(self.name, self._loader, problem, action)
 
-    def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        position = self._of_this_rank(position)
-        num_done = self._share.num_skipped(position, self.name, self._loader)
-        self._begin(position["epoch"], position["num_batches"])
-        with self._alike():
-            self._epoch_start.restore(position)
-            iterator = self._iterate(position["epoch"])
-            self._epoch_start.restore_first_read()
-            if num_done:
-                notice(
-                    f"{self.name}: reading and discarding {num_done} batches to resume, because this loader does not "
-                    "save its position. A loader with state_dict() and load_state_dict() resumes immediately."
-                )
-            num_read = sum(1 for _ in islice(iterator, num_done))
-        if num_read < num_done:
-            raise _too_short(self.name, self._loader, num_read, num_done)
-        self._epoch_start.leave(position)
-        return self._own_part(iterator), self._first
-
-    def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self.continues = True
-        self._epoch_start.leave(self._of_this_rank(position))
-
-    def _own_position(self) -> dict[str, Any]:
-        return self._epoch_start.position()
-
-
-def _restarts(kind: type) -> bool:
-    """Return True if ``kind`` is a class of a library whose loaders start a new epoch with each new iterator."""
-    return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
-
 
 class StatefulFeed(BatchFeed):
     """Feed for a loader with ``state_dict`` and ``load_state_dict``, which saves and restores its own position.
@@ -403,19 +335,9 @@ class StatefulFeed(BatchFeed):
 
     kind = "stateful"
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        keeper: SpeaksState,
-        *,
-        name: str,
-        share: Share,
-        ranks: Ranks,
-        seed: int,
-        draws_apart: bool = False,
-    ) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
-        self.may_end_apart = share.world.size > 1
+    def __init__(self, loader: Iterable[Any], how: Reading, keeper: SpeaksState) -> None:
+        super().__init__(loader, how)
+        self.may_end_apart = how.share.world.size > 1
         self._keeper = keeper
         self._begins_at_an_end = False
         self._unread: Iterator[Any] | None = None  # created for a resume
@@ -471,13 +393,18 @@ class StatefulFeed(BatchFeed):
         if is_complete:
             self._keeper.load_state_dict(state)
             self._begins_at_an_end = True
-        elif not isinstance(self._keeper, DataLoader) and not any(map(_restarts, type(self._keeper).__mro__)):
+        elif not isinstance(self._keeper, DataLoader) and not self._restarts():
             random_state = rng_state()
             continues = self._goes_on()
             self._keeper.load_state_dict(state)
             if not continues:  # the loaded state belongs to an iterator of the interrupted epoch, not of the next epoch
                 self._state_behind_a_batch()
             set_rng_state(random_state)
+
+    def _restarts(self) -> bool:
+        """Return True if the class is of a library whose loaders start a new epoch with each new iterator."""
+        packages = {kind.__module__.partition(".")[0] for kind in type(self._keeper).__mro__}
+        return not packages.isdisjoint(("torchdata", "datasets"))
 
     def _goes_on(self) -> bool:
         """Return True if a new iterator continues after the last yielded batch instead of starting an epoch.
@@ -515,3 +442,16 @@ def length_of(loader: object) -> int | float:
 def _too_short(name: str, loader: object, num_batches: int, num_done: int) -> DataError:
     problem = f"has only {num_batches} batches, but the checkpoint was saved after batch {num_done}"
     return DataError(name, loader, problem, "Resume with the data of the saved run")
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if both states have the same structure and equal values."""
+    if isinstance(one, Mapping):
+        is_alike = isinstance(other, Mapping) and one.keys() == other.keys()
+        return is_alike and all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        is_alike = isinstance(other, (list, tuple)) and len(one) == len(other)
+        return is_alike and all(map(is_same, one, other))
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

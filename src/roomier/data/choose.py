@@ -1,6 +1,6 @@
 """Select the feed for the loader that the user passed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeGuard
@@ -14,13 +14,12 @@ from roomier.core.ranks import Ranks
 from roomier.data.batch_feeds import BatchFeed, ListFeed, ReplayedFeed, StatefulFeed, WalkedFeed
 from roomier.data.combined import CombinedLoader
 from roomier.data.combined_feed import CombinedFeed
-from roomier.data.divided import share_of
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_sampler
 from roomier.data.sampler import DrawnOrder, OrderedSampler, WalkedSampler
-from roomier.data.seeding import EpochSeed, NumberSeededDataset, mix_seed, seeded_by_sample
-from roomier.data.share import Share
+from roomier.data.seeding import EpochSeed, NumberSeededDataset, SampleSeededDataset, mix_seed
+from roomier.data.share import Reading, Share, share_of
 from roomier.data.workers import OutlivesSignals
 
 
@@ -41,19 +40,19 @@ class LoaderPlace:
         return mix_seed(seed, self.number) if self.number else seed
 
 
-def training_feed(
-    loader: Any,
-    *,
-    name: str,
-    seed: int,
-    ranks: Ranks,
-    shuffle_allowed: bool,
-    pin_memory: bool,
-    draws_order: bool = False,
-    place: LoaderPlace | None = None,
-) -> Feed:
-    """Create the kind of feed that resumes ``loader`` at the lowest cost. :class:`Source` documents the other
-    arguments.
+@dataclass(frozen=True)
+class SourceOptions:
+    """Arguments of a :class:`Source` that determine the order of a loader."""
+
+    seed: int
+    ranks: Ranks
+    shuffle_allowed: bool = True
+    pin_memory: bool = False
+    draws_order: bool = False
+
+
+def training_feed(loader: Any, name: str, options: SourceOptions, place: LoaderPlace | None = None) -> Feed:
+    """Create the kind of feed that resumes ``loader`` at the lowest cost.
 
     Args:
         place: position of ``loader`` among several loaders that are read together; None for a single loader.
@@ -62,60 +61,61 @@ def training_feed(
         DataError: ``loader`` does not yield batches, or is a collection of loaders without a CombinedLoader.
     """
     if isinstance(loader, CombinedLoader):
-        return _combined(loader, name, seed, ranks, shuffle_allowed, pin_memory)
+        return _combined(loader, name, options)
     check_is_one_loader(loader, name)
-    seed = ranks.from_zero(seed)
+    ranks, seed = options.ranks, options.ranks.from_zero(options.seed)
     if place is not None:
         seed = place.own(seed)
-    common: dict[str, Any] = {"name": name, "share": share_of(loader, ranks.world), "ranks": ranks, "seed": seed}
-    common["draws_apart"] = place is not None
+    how = Reading(name, share_of(loader, ranks.world), ranks, seed, draws_apart=place is not None)
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if is_map and can_be_rebuilt(loader) and not speaks_state(loader):
+        changes = _changes(loader, name, options.pin_memory)
+        sampler = plain_sampler(loader)
+        if sampler is not None and how.share.divided_by is None:
+            return _ordered(loader, sampler, changes, how, options, place)
+        if not options.shuffle_allowed:
+            notice(f"{name}: roomier cannot disable the shuffling of a custom sampler, so its order is used unchanged.")
+        feed: BatchFeed = _walked(loader, changes, how)
+    else:
+        feed = _unordered(loader, how, options.pin_memory)
+    _report_share(feed, how.share)
+    return feed
+
+
+def _unordered(loader: Any, how: Reading, pin_memory: bool) -> BatchFeed:
+    """Return the feed for a loader whose order roomier can neither create nor draw again."""
     if isinstance(loader, (list, tuple)):
-        return _with_notice(ListFeed(loader, **common), common["share"])
-    if speaks_state(loader) and not has_shuffle_buffer(getattr(loader, "dataset", None)):
-        return _with_notice(StatefulFeed(loader, loader, **common), common["share"])
-    if not isinstance(loader, DataLoader):
-        return _with_notice(ReplayedFeed(loader, **common), common["share"])
-    if isinstance(loader.dataset, IterableDataset):
+        return ListFeed(loader, how)
+    dataset = getattr(loader, "dataset", None)
+    if not has_shuffle_buffer(dataset):
+        if speaks_state(loader):
+            return StatefulFeed(loader, how, loader)
         # Workers read ahead in copies of the dataset, so the dataset in this process does not have their state.
-        if not loader.num_workers and speaks_state(loader.dataset) and not has_shuffle_buffer(loader.dataset):
-            return _with_notice(StatefulFeed(loader, loader.dataset, **common), common["share"])
-        return _with_notice(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
-    if not can_be_rebuilt(loader):
-        notice(
-            f"{name}: {type(loader).__name__} overrides __iter__ or __len__, so roomier does not replace its sampler. "
-            "To resume within an epoch, roomier reads and discards the batches that are done."
-        )
-        return _with_notice(ReplayedFeed(loader, **common), common["share"])
-    changes = _changes(loader, name, pin_memory)
-    sampler = plain_sampler(loader)
-    if sampler is not None and common["share"].divided_by is None:
-        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, draws_order, place)
-    if not shuffle_allowed:
-        notice(f"{name}: roomier cannot disable the shuffling of a custom sampler, so its order is used unchanged.")
-    return _with_notice(_walked(loader, changes, common), common["share"])
+        is_stream = isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset) and not loader.num_workers
+        if is_stream and speaks_state(dataset):
+            return StatefulFeed(loader, how, dataset)
+    if not isinstance(loader, DataLoader):
+        return ReplayedFeed(loader, how)
+    if isinstance(dataset, IterableDataset):
+        return ReplayedFeed(in_own_processes(loader, pin_memory), how)
+    notice(
+        f"{how.name}: {type(loader).__name__} overrides __iter__ or __len__, so roomier does not replace its sampler. "
+        "To resume within an epoch, roomier reads and discards the batches that are done."
+    )
+    return ReplayedFeed(loader, how)
 
 
-def _combined(
-    loader: CombinedLoader, name: str, seed: int, ranks: Ranks, shuffle_allowed: bool, pin_memory: bool
-) -> CombinedFeed:
+def _combined(loader: CombinedLoader, name: str, options: SourceOptions) -> CombinedFeed:
     feeds: list[Feed] = []
     for number, (each, part_name) in enumerate(zip(loader.flattened, loader.part_names, strict=True)):
         own = generators_of(each)
         shared = [one for before in loader.flattened[:number] for one in generators_of(before) if _is_in(one, own)]
-        feed = training_feed(
-            each,
-            name=f"{name}{part_name}",
-            seed=seed,
-            ranks=ranks,
-            shuffle_allowed=shuffle_allowed,
-            pin_memory=pin_memory,
-            place=LoaderPlace(number, bool(shared)),
-        )
+        feed = training_feed(each, f"{name}{part_name}", options, LoaderPlace(number, bool(shared)))
         if feed.num_batches == 0:
             raise no_batch(feed.name, each)
         feeds.append(feed)
     _check_draw_apart(loader, feeds)
-    return CombinedFeed(loader, feeds, name=name, ranks=ranks)
+    return CombinedFeed(loader, feeds, name=name, ranks=options.ranks)
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
@@ -153,8 +153,8 @@ def no_batch(name: str, loader: Any) -> DataError:
     return DataError(name, loader, "yields no batches", action)
 
 
-def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
-    """Print a notice about how ``feed`` is sharded across ranks, and return ``feed``."""
+def _report_share(feed: BatchFeed, share: Share) -> None:
+    """Print a notice about how ``feed`` is sharded across ranks."""
     num_ranks = share.world.size
     if share.divided_by is not None:
         notice(
@@ -168,7 +168,6 @@ def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
             f"every {num_ranks} batches. If fewer than {num_ranks} batches remain at the end of an epoch, they are "
             "dropped"
         )
-    return feed
 
 
 def speaks_state(loader: object) -> TypeGuard[Any]:
@@ -245,18 +244,16 @@ def _ordered(
     loader: DataLoader[Any],
     own_sampler: RandomSampler | SequentialSampler,
     changes: dict[str, Any],
-    name: str,
-    seed: int,
-    ranks: Ranks,
-    shuffle_allowed: bool,
-    draws_order: bool,
+    how: Reading,
+    options: SourceOptions,
     place: LoaderPlace | None,
 ) -> Feed:
+    name, ranks, seed = how.name, how.ranks, how.seed
     num_samples = _num_samples(own_sampler, loader, name)
     shuffle, drawn = False, None
-    if isinstance(own_sampler, RandomSampler) and shuffle_allowed:
+    if isinstance(own_sampler, RandomSampler) and options.shuffle_allowed:
         shuffle = True
-        if draws_order and place is None:
+        if options.draws_order and place is None:
             drawn = DrawnOrder(own_sampler.generator, ranks)
         if own_sampler.generator is not None:
             # If the user passed a generator, its seed determines the order.
@@ -282,17 +279,10 @@ def _ordered(
             f"{name}: each epoch drops the last {num_left_out} of {num_samples} samples, because all ranks must read "
             "the same number of batches"
         )
-    epoch_seed = None
-    if loader.num_workers:
-        epoch_seed = EpochSeed()
-        changes["dataset"] = seeded_by_sample(loader.dataset, epoch_seed)
-    return OrderedFeed(
-        with_sampler(loader, sampler, **changes),
-        sampler,
-        name=name,
-        own_generators=OwnGenerators(loader),
-        epoch_seed=epoch_seed,
-    )
+    epoch_seed = EpochSeed() if loader.num_workers else None
+    if epoch_seed is not None:
+        changes["dataset"] = SampleSeededDataset(loader.dataset, epoch_seed)
+    return OrderedFeed(with_sampler(loader, sampler, **changes), name, OwnGenerators(loader), sampler, epoch_seed)
 
 
 def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[Any], name: str) -> int:
@@ -306,20 +296,10 @@ def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[
     return num_samples
 
 
-def _walked(loader: DataLoader[Any], changes: dict[str, Any], common: dict[str, Any]) -> BatchFeed:
-    epoch_seed = None
-    if loader.num_workers:
-        epoch_seed = EpochSeed()
+def _walked(loader: DataLoader[Any], changes: dict[str, Any], how: Reading) -> BatchFeed:
+    epoch_seed = EpochSeed() if loader.num_workers else None
+    if epoch_seed is not None:
         changes["dataset"] = NumberSeededDataset(loader.dataset, epoch_seed)
-    index_sampler: Iterable[Any]
-    field, index_sampler = (
-        ("sampler", loader.sampler) if loader.batch_sampler is None else ("batch_sampler", loader.batch_sampler)
-    )
-    sampler = WalkedSampler(index_sampler, numbered=epoch_seed is not None, share=common["share"])
-    changes[field] = sampler
-    own_generators = OwnGenerators(loader)
-    if common["share"].divides:
-        own_generators.agree(common["ranks"])
-    return WalkedFeed(
-        rebuilt(loader, **changes), sampler, own_generators=own_generators, epoch_seed=epoch_seed, **common
-    )
+    field = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = changes[field] = WalkedSampler(getattr(loader, field), numbered=epoch_seed is not None, share=how.share)
+    return WalkedFeed(rebuilt(loader, **changes), how, OwnGenerators(loader), sampler, epoch_seed)

@@ -15,9 +15,8 @@ from typing import Any
 
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
-from roomier.data.combined import CombinedLoader, read_on
+from roomier.data.combined import CombinedLoader, JointLoader, begin, num_joined, num_joined_left, read_on
 from roomier.data.feeds import PASS, Feed
-from roomier.data.joint import JointLoader, begin, num_joined, num_joined_left
 
 
 class CombinedFeed(Feed):

@@ -172,8 +172,8 @@ class OrderedFeed(Feed):
 
     Args:
         loader: DataLoader that groups the samples of ``sampler`` into batches.
-        sampler: sampler that determines the order of the samples.
         own_generators: generators of the user's loader.
+        sampler: sampler that determines the order of the samples.
         epoch_seed: seed of the random numbers that worker processes draw for each sample; None without workers.
     """
 
@@ -182,10 +182,9 @@ class OrderedFeed(Feed):
     def __init__(
         self,
         loader: DataLoader[Any],
-        sampler: OrderedSampler,
-        *,
         name: str,
         own_generators: OwnGenerators,
+        sampler: OrderedSampler,
         epoch_seed: EpochSeed | None,
     ) -> None:
         super().__init__(name)

@@ -13,6 +13,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,11 +25,10 @@ from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.tree import tensors
 from roomier.data import torch_loaders
-from roomier.data.choose import speaks_state
-from roomier.data.combined import CombinedLoader
-from roomier.data.joint import Joined
+from roomier.data.batch_feeds import is_same
+from roomier.data.choose import no_batch, speaks_state
+from roomier.data.combined import CombinedLoader, Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
-from roomier.data.same import is_same
 
 _NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
 _DEPTH = 3  # Maximum nesting depth of datasets.
@@ -57,7 +57,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         return _of_several_loaders(loader, name)
     if isinstance(loader, (list, tuple)):
         if not loader:
-            raise _no_batch(loader, name)
+            raise no_batch(name, loader)
         return max(islice(loader, _NUM_LISTED), key=_num_bytes), loader
     if isinstance(loader, Iterator):
         return _read_ahead(loader, name)
@@ -69,7 +69,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
             else:
                 found = _first(iter(loader))
         except StopIteration:
-            raise _no_batch(loader, name) from None
+            raise no_batch(name, loader) from None
     return found, loader
 
 
@@ -79,10 +79,6 @@ def _of_several_loaders(loader: CombinedLoader, name: str) -> tuple[Any, Combine
     if loader.mode == "sequential":
         batches = [max(batches, key=_num_bytes)]
     return loader.batch_of(Joined(range(len(batches)), batches)), loader.mapped(lambda _: next(to_read))
-
-
-def _no_batch(loader: Any, name: str) -> DataError:
-    return DataError(name, loader, "yields no batches", "Pass a loader with at least one batch")
 
 
 @contextmanager
@@ -197,7 +193,7 @@ def _read_ahead(loader: Iterator[Any], name: str) -> tuple[Any, Any]:
     try:
         found = next(loader)
     except StopIteration:
-        raise _no_batch(loader, name) from None
+        raise no_batch(name, loader) from None
     if not is_same(before, rng_state()):
         problem = "can be iterated only once and draws random numbers, so its first batch cannot be read in advance"
         action = (
@@ -247,17 +243,13 @@ def _put_back_generators(part: Any) -> Iterator[Callable[[], Any]]:
     """Yield functions that restore the current states of the generators that are attributes of ``part``."""
     for value in vars(part).values() if hasattr(part, "__dict__") else ():
         if isinstance(value, torch.Generator):
-            yield _call(value.set_state, value.get_state())
+            yield partial(value.set_state, value.get_state())
         elif isinstance(value, random.Random):
-            yield _call(value.setstate, value.getstate())
+            yield partial(value.setstate, value.getstate())
         elif isinstance(value, np.random.RandomState):
-            yield _call(value.set_state, value.get_state())
+            yield partial(value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
-            yield _call(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments)
+            yield partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
 
 
 def _num_bytes(batch: Any) -> int:

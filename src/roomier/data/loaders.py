@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from roomier.api.overrides import PACKAGES
 from roomier.core.errors import DataError
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors
 
 _NEVER_A_LOADER = (Tensor, np.ndarray, str, bytes, Mapping, Set, int, float)
@@ -121,10 +123,6 @@ def _named(obj: Any, name: str, *, is_top: bool = False) -> Iterator[tuple[str, 
         yield from _named(value, f"{name}[{key!r}]")
 
 
-def _is_of_datasets(obj: object) -> bool:
-    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(obj).__mro__)
-
-
 def check_gives_batches(obj: object, name: str) -> None:
     """Check that ``obj`` is a loader or a list of batches.
 
@@ -135,7 +133,8 @@ def check_gives_batches(obj: object, name: str) -> None:
         raise DataError(
             name, obj, "is a dataset, not a loader", "Pass torch.utils.data.DataLoader(dataset, batch_size=8)"
         )
-    if not isinstance(obj, (list, tuple, DataLoader)) and _is_of_datasets(obj):
+    packages = {kind.__module__.partition(".")[0] for kind in type(obj).__mro__}
+    if not isinstance(obj, (list, tuple, DataLoader)) and "datasets" in packages:
         action = "Pass DataLoader(dataset.with_format('torch'), batch_size=8), or add collate_fn for texts"
         raise DataError(
             name, obj, "is a dataset of the datasets package, which yields samples instead of batches", action
@@ -149,3 +148,16 @@ def check_gives_batches(obj: object, name: str) -> None:
         raise DataError(name, obj, "is a class", f"Pass an instance of it: {obj.__name__}(...)")
     action = "Pass a DataLoader, a list of batches, or an object whose __iter__ yields batches"
     raise DataError(name, obj, f"is a {type(obj).__name__}, which yields no batches", action)
+
+
+def list_of_set(loaders: Set[Any], name: str, ranks: Ranks) -> list[Any]:
+    """Return the batches or loaders of a set as a list, and print a notice that the order of a set is not defined.
+
+    Raises:
+        DataError: several ranks share the data, and the order can differ between ranks.
+    """
+    action = "Pass a list"
+    if not ranks.is_alone:
+        raise DataError(name, loaders, "is a set, whose order can differ between ranks", action)
+    notice(f"{name}: the order of a set is not defined, so a resumed run can read different batches. {action}")
+    return list(loaders)

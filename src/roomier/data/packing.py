@@ -81,20 +81,19 @@ class PackedCollate:
         rows = {key: torch.cat([each[key] for each in documents]) for key in documents[0] if key in shared}
         lengths = [len(each["input_ids"]) for each in documents]
         if self.length is not None:
-            num_missing = self._num_missing(sum(lengths))
+            num_missing = self.length - sum(lengths)
+            if num_missing < 0:
+                action = "Pass LengthGroupedBatchSampler(lengths, max_tokens=length) to the DataLoader, or raise length"
+                problem = f"is smaller than a batch, which has {sum(lengths)} tokens"
+                raise DataError("length", self.length, problem, action)
             rows = {key: torch.cat([row, row.new_full((num_missing,), self._filler(key))]) for key, row in rows.items()}
             lengths += [num_missing] if num_missing else []
         batch: dict[str, Any] = {key: row[None] for key, row in rows.items()}
         if self.cumulative_lengths:
-            batch.update(_cumulative(lengths))
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = max(lengths)
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         return batch if self.use_cache is None else {**batch, "use_cache": self.use_cache}
-
-    def _num_missing(self, num_tokens: int) -> int:
-        assert self.length is not None
-        if num_tokens > self.length:
-            action = "Pass LengthGroupedBatchSampler(lengths, max_tokens=length) to the DataLoader, or raise length"
-            raise DataError("length", self.length, f"is smaller than a batch, which has {num_tokens} tokens", action)
-        return self.length - num_tokens
 
     def _filler(self, key: str) -> int:
         return self.pad_token_id if key == "input_ids" else IGNORE_INDEX if key in TARGET_KEYS else 0
@@ -142,9 +141,3 @@ def _row(value: Any) -> Tensor | None:
     if row.dim() != 1:
         return None
     return row.to(torch.int64) if not len(row) or not row.is_floating_point() else row
-
-
-def _cumulative(lengths: Sequence[int]) -> dict[str, Any]:
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    longest = max(lengths)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -27,7 +27,7 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.data.joint import MODES
+from roomier.data.combined import MODES
 
 _GENERATORS = list_of(tensor(torch.uint8))
 _SEED = integer(-(2**63), 2**64 - 1)

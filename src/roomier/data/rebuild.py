@@ -1,4 +1,7 @@
-"""Functions that copy a DataLoader with changed arguments, and functions that return its parts."""
+"""Functions that copy a DataLoader with changed arguments or a changed batch size, and functions that return its
+parts."""
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
@@ -97,3 +100,31 @@ def generators_of(loader: object) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
             found.append(generator)
     return found
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples per micro-batch, or None if this number cannot be changed.
+
+    The number cannot be changed if code other than torch's samplers orders or groups the samples, for example if the
+    items of the dataset are batches.
+    """
+    if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader) or plain_sampler(loader) is None:
+        return None
+    batching = loader.batch_sampler
+    return batching.batch_size if isinstance(batching, BatchSampler) else None
+
+
+def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """Return a copy of ``loader`` with ``batch_size`` samples per batch.
+
+    Args:
+        loader: DataLoader for which :func:`batch_size_of` is not None.
+        batch_size: number of samples per micro-batch.
+    """
+    batching, sampler = loader.batch_sampler, plain_sampler(loader)
+    assert isinstance(batching, BatchSampler)
+    assert sampler is not None
+    # If the user passed a batch sampler, loader.sampler is an unused default of torch.
+    batches = BatchSampler(sampler, batch_size, batching.drop_last)
+    changes = {"sampler": sampler, "batch_sampler": batches}
+    return rebuilt(loader, **changes, batch_size=batch_size, drop_last=batching.drop_last)

@@ -14,10 +14,8 @@ from torch.utils.data import Sampler
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.data.common_draws import CommonDraws
-from roomier.data.compared import FirstBatch
-from roomier.data.seeding import NumberedIndices, mix_seed
-from roomier.data.share import ALONE, Share
+from roomier.data.seeding import CommonDraws, NumberedIndices, mix_seed
+from roomier.data.share import ALONE, FirstBatch, Share
 
 # Convert indices to Python integers in chunks, because a list of 100 million integers occupies 4 GB.
 _CHUNK = 1 << 16
@@ -147,10 +145,6 @@ class OrderedSampler(Sampler[int]):
         if self._running is not None:
             self._running.source = None if of_order is None else of_order["order"]
 
-    def num_left_after(self, num_samples_done: int) -> int:
-        """Return how many samples of an epoch remain for this rank after ``num_samples_done`` global samples."""
-        return math.ceil((self.num_read_after(num_samples_done) - self.world.rank) / self.world.size)
-
     def num_read_after(self, num_samples_done: int) -> int:
         """Return how many samples remain for all ranks after ``num_samples_done`` samples, not counting dropped
         samples."""
@@ -160,7 +154,7 @@ class OrderedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of samples in one full epoch on this rank. The number does not depend on the position."""
-        return self.num_left_after(0)
+        return math.ceil((self.num_read_after(0) - self.world.rank) / self.world.size)
 
     def __iter__(self) -> Iterator[int]:
         first = self._num_samples_done + self.world.rank

@@ -1,7 +1,12 @@
-"""Seeds that depend only on given numbers, and datasets whose random numbers depend on these seeds."""
+"""Seeds that depend only on given numbers, datasets whose random numbers depend on these seeds, and random states that
+are identical on every rank."""
+
+from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +93,8 @@ class SampleSeededDataset(_SeededDataset):
     """Dataset in which the random numbers of each sample depend on (seed, epoch, index), but not on the worker or
     batch.
 
-    This guarantee applies to random numbers from the global generators of Python, NumPy and torch.
+    This guarantee applies to random numbers from the global generators of Python, NumPy and torch. If the dataset
+    reads each batch with one call of ``__getitems__``, the first index of a batch seeds the batch.
     """
 
     def __getitem__(self, index: int) -> Any:
@@ -96,14 +102,8 @@ class SampleSeededDataset(_SeededDataset):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        # Do not call __getitems__ of the dataset, because a Subset can have this method although its dataset does not.
-        return [self[index] for index in indices]
-
-
-class BatchReadSeededDataset(SampleSeededDataset):
-    """:class:`SampleSeededDataset` for a dataset with ``__getitems__``: the first index of a batch seeds the batch."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
+        if not reads_batches(self._dataset):
+            return [self[index] for index in indices]
         seed_generators(mix_seed(self._epoch_seed.get(), indices[0]))
         return self._dataset.__getitems__(indices)
 
@@ -136,7 +136,64 @@ def reads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def seeded_by_sample(dataset: Any, epoch_seed: EpochSeed) -> SampleSeededDataset:
-    """Wrap ``dataset`` for workers, so that (seed, epoch, index) determines the random numbers of a sample."""
-    kind = BatchReadSeededDataset if reads_batches(dataset) else SampleSeededDataset
-    return kind(dataset, epoch_seed)
+class CommonDraws:
+    """Separate states for the CPU generators of Python, NumPy and torch. The context :meth:`inside` uses these states.
+
+    A sampler that shuffles with the global generators yields the same order on all ranks only if the states of these
+    generators are identical on all ranks. The global states can differ, for example after dropout.
+    """
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
+        self._is_inside = False
+
+    @property
+    def are_seeded(self) -> bool:
+        """True after :meth:`seed`."""
+        return self._states is not None
+
+    def seed(self, seed: int, epoch: int) -> None:
+        """Set the separate states to values that depend only on ``seed`` and ``epoch``."""
+        outer = _states()
+        seed_generators(mix_seed(seed, epoch))
+        self._states = _states()
+        _set_states(outer)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Use the separate states in this context, and restore the global states when the context ends. Contexts can be
+        nested."""
+        if self._is_inside:
+            yield
+            return
+        assert self._states is not None, "seed() comes first"
+        self._is_inside = True
+        outer = _states()
+        _set_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _set_states(outer)
+            self._is_inside = False
+
+    def read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the elements of ``iterator``, which runs with the separate states."""
+        while True:
+            with self.inside():
+                try:
+                    each = next(iterator)
+                except StopIteration:
+                    return
+            yield each
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_python, of_numpy, of_torch = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)

@@ -1,4 +1,10 @@
-"""Source, which yields the batches of one loader in each epoch and provides a position for checkpoints."""
+"""Source, which yields the batches of one loader in each epoch and provides a position for checkpoints.
+
+If the ranks read different numbers of batches, some ranks wait forever, so a Source compares the lengths of the loaders
+of all ranks (:func:`check_lengths`).
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
@@ -7,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
@@ -15,14 +22,12 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data import torch_loaders
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed, length_of
-from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
+from roomier.data.choose import SourceOptions, check_is_one_loader, in_own_processes, no_batch, training_feed
 from roomier.data.combined import CombinedLoader, JointBatches
 from roomier.data.combined_feed import CombinedFeed
-from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
-from roomier.data.lengths import check_lengths
-from roomier.data.rebuild import plain_sampler, set_loader_epoch, with_sampler
-from roomier.data.share import Share, no_batch_on
+from roomier.data.rebuild import parts_of, plain_sampler, set_loader_epoch, with_sampler
+from roomier.data.share import SAME_LOADER, Reading, Share, no_batch_on, share_of
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
 
@@ -67,7 +72,7 @@ class Source:
 
     With several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads
     its samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch,
-    unless the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks receive the same number of
+    unless the loader shards itself (:func:`roomier.data.share.share_of`). All ranks receive the same number of
     batches, and positions are valid for a different number of ranks.
 
     Args:
@@ -121,23 +126,17 @@ class Source:
         self._reports_dropped = True
         self._feed: Feed
         is_empty = allows_empty and length_of(loader) == 0
+        options = SourceOptions(seed, ranks, shuffle_allowed, pin_memory, draws_order)
         check_lengths(loader, name, ranks, training=training)
         if training:
-            self._feed = training_feed(
-                [] if is_empty else loader,
-                name=name,
-                seed=seed,
-                ranks=ranks,
-                shuffle_allowed=shuffle_allowed,
-                pin_memory=pin_memory,
-                draws_order=draws_order,
-            )
+            self._feed = training_feed([] if is_empty else loader, name, options)
         else:  # the user's sampler determines the order, because roomier creates no order for an evaluation
-            whole = _evaluated(loader, name, ranks.world, pin_memory, shuffle_allowed)
+            whole = _evaluated(loader, name, options)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
-            self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
+            self._feed = kind(whole, Reading(name, Share(), ranks, seed))
             if not ranks.is_alone:
-                self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
+                share = share_of(whole, ranks.world)
+                self._turns = Turns(whole, Reading(name, share, ranks, ranks.from_zero(seed)))
         if self._feed.num_batches == 0 and not is_empty:
             raise self._empty()
         # A run does not terminate workers that the user started before the run.
@@ -438,11 +437,11 @@ def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, st
     return None
 
 
-def _evaluated(loader: Any, name: str, world: World, pin_memory: bool, shuffle_allowed: bool) -> Any:
+def _evaluated(loader: Any, name: str, options: SourceOptions) -> Any:
     """Return ``loader`` as a single rank would read it in an evaluation."""
     if isinstance(loader, CombinedLoader):
-        whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory, shuffle_allowed))
-        divide = {share_of(each, world).divided_by is not None for each in whole.flattened}
+        whole = loader.mapped(lambda each: _evaluated(each, name, options))
+        divide = {share_of(each, options.ranks.world).divided_by is not None for each in whole.flattened}
         if len(divide) == 2:
             problem = "combines loaders that shard themselves across ranks with loaders that do not"
             action = (
@@ -451,7 +450,73 @@ def _evaluated(loader: Any, name: str, world: World, pin_memory: bool, shuffle_a
             raise DataError(name, loader, problem, action)
         return JointBatches(whole, shards_by_rank=True in divide or None)
     check_is_one_loader(loader, name)
-    single: Any = without_padding(loader, name, world)
-    if not shuffle_allowed and isinstance(single, DataLoader) and plain_sampler(single) is not None:
+    single: Any = without_padding(loader, name, options.ranks.world)
+    if not options.shuffle_allowed and isinstance(single, DataLoader) and plain_sampler(single) is not None:
         single = with_sampler(single, SequentialSampler(single.dataset))  # type: ignore[arg-type]
-    return in_own_processes(single, pin_memory) if isinstance(single, DataLoader) else single
+    return in_own_processes(single, options.pin_memory) if isinstance(single, DataLoader) else single
+
+
+def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> None:
+    """Compare the lengths of ``loader`` on all ranks. A loader without a length is not checked.
+
+    Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and roomier
+    prints a notice if the lengths differ. During an evaluation, the ranks take turns with the batches of one loader.
+    Different lengths are therefore an error in an evaluation, unless the loader shards itself.
+
+    Args:
+        loader: loader of this rank.
+        name: name of the argument that the user passed, for errors and notices.
+        ranks: ranks whose loaders are compared.
+        training: True for a training loader; False for an evaluation loader.
+
+    Raises:
+        DataError: the lengths differ in an evaluation, or a loader is empty on some ranks only. The error is raised on
+            every rank and contains the lengths on all ranks.
+    """
+    if ranks.is_alone:
+        return
+    parts = {name: loader}
+    if isinstance(loader, CombinedLoader):
+        parts = {f"{name}{part}": each for part, each in zip(loader.part_names, loader.flattened, strict=True)}
+    divided_by = [_divided_by(each, ranks.world, training) for each in parts.values()]
+    of_ranks = ranks.gather(
+        [(length_of(each), by is None) for each, by in zip(parts.values(), divided_by, strict=True)]
+    )
+    check_counts([len(of_rank) for of_rank in of_ranks], name, loader)
+    for part, each, by, of_part in zip(parts, parts.values(), divided_by, zip(*of_ranks, strict=True), strict=True):
+        lengths, are_whole = zip(*of_part, strict=True)
+        if len(set(are_whole)) > 1:
+            problem = f"shards itself across ranks, but not on rank {are_whole.index(True)}"
+            action = "Create the loader in train_dataloader(), which runs on each rank after the ranks have started"
+            raise DataError(part, each, problem, action)
+        if 0 in lengths and any(lengths):
+            raise no_batch_on([rank for rank, length in enumerate(lengths) if length == 0], part, each)
+        if len(set(lengths)) == 1 or math.inf in lengths:
+            continue
+        problem = f"has {_by_rank(lengths, 'batches')}"
+        if training:
+            notice(f"{part}: {problem}; each epoch has as many batches as the shortest loader. {SAME_LOADER}")
+        elif by is None:
+            raise DataError(
+                part, each, f"{problem}, but the ranks take turns with the batches of one loader", SAME_LOADER
+            )
+
+
+def _divided_by(loader: Any, world: World, training: bool) -> str | None:
+    if not training and any(isinstance(part, DistributedSampler) for part in parts_of(loader)):
+        return DistributedSampler.__name__  # an evaluation replaces it, so it can be created for other ranks
+    return share_of(loader, world).divided_by
+
+
+def check_counts(counts: Sequence[int], name: str, loaders: Any) -> None:
+    """Check that every rank has the same number of loaders.
+
+    Raises:
+        DataError: the numbers differ.
+    """
+    if len(set(counts)) > 1:
+        raise DataError(name, loaders, f"has {_by_rank(counts, 'loaders')}", "Pass the same loaders on every rank")
+
+
+def _by_rank(numbers: Sequence[float], unit: str) -> str:
+    return ", ".join(f"{number} {unit} on rank {rank}" for rank, number in enumerate(numbers))

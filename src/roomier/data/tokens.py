@@ -8,7 +8,8 @@ little-endian uint16, or as uint32 if the vocabulary is too large for uint16.
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,15 +78,26 @@ def write_tokens(
     token_bytes = 2 if vocab_size <= 1 << 16 else 4
     end = np.array([] if end_of_document is None else [end_of_document], dtype=_DTYPES[token_bytes]).tobytes()
     num_tokens = 0
-    with _WriteAside(path) as file:
-        file.write(bytes(_HEADER_BYTES))
+    # An OSError in the code that reads the documents does not concern this path, so only writes are converted.
+    with ExitStack() as until_replaced:
+        with _as_data_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = until_replaced.enter_context(replacing_path(path))
+            file = aside.open("wb")
+            until_replaced.callback(_close_after_error, file)
+            file.write(bytes(_HEADER_BYTES))
         for number, document in enumerate(documents):
             tokens = _checked(document, number, vocab_size).astype(_DTYPES[token_bytes])
-            file.write(tokens.tobytes() + end)
+            with _as_data_error(path):
+                file.write(tokens.tobytes() + end)
             num_tokens += len(tokens) + len(end) // token_bytes
         if not num_tokens:
             raise DataError("documents", documents, "contain no tokens", "Pass at least one document with tokens")
-        file.write_header(_TokenHeader(token_bytes, num_tokens, vocab_size, end_of_document))
+        with _as_data_error(path):
+            file.seek(0)
+            file.write(_TokenHeader(token_bytes, num_tokens, vocab_size, end_of_document).pack())
+            file.close()
+            until_replaced.close()
     return num_tokens
 
 
@@ -121,45 +133,18 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
     return tokens
 
 
-class _WriteAside:
-    """File that replaces ``path`` if the block ends without an error."""
+def _close_after_error(file: BufferedWriter) -> None:
+    with suppress(OSError):  # on a full disk, closing the file fails again, and the first error reports the cause
+        file.close()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def __enter__(self) -> "_WriteAside":
-        with self._as_data_error():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._replacing = replacing_path(self._path)
-            self._file = self._replacing.__enter__().open("wb")
-        return self
-
-    def write(self, data: bytes) -> None:
-        with self._as_data_error():
-            self._file.write(data)
-
-    def write_header(self, header: _TokenHeader) -> None:
-        with self._as_data_error():
-            self._file.seek(0)
-            self._file.write(header.pack())
-            self._file.close()
-
-    def __exit__(self, *exception: Any) -> None:
-        # On a full disk, closing the file fails again. The exception in progress already reports the cause.
-        with suppress(OSError):
-            self._file.close()
-        with self._as_data_error():
-            self._replacing.__exit__(*exception)
-
-    @contextmanager
-    def _as_data_error(self) -> Iterator[None]:
-        # Use this context only around writes of this class, because an OSError in the code that reads the documents
-        # does not concern this path.
-        try:
-            yield
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            raise DataError("path", str(self._path), problem, "Free some space or choose another path") from error
+@contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise DataError("path", str(path), problem, "Free some space or choose another path") from error
 
 
 def _read_header(path: Path) -> _TokenHeader:

@@ -14,19 +14,18 @@ from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data import torch_loaders
 from roomier.data.batch_feeds import length_of
-from roomier.data.common_draws import CommonDraws
-from roomier.data.compared import FirstBatch
-from roomier.data.divided import share_of
 from roomier.data.rebuild import can_be_rebuilt, rebuilt
+from roomier.data.sampler import WalkedSampler
+from roomier.data.seeding import CommonDraws
+from roomier.data.share import FirstBatch, Reading
 
 
 class Turn(NamedTuple):
@@ -44,7 +43,7 @@ class Turn(NamedTuple):
     counts: bool = True
 
 
-class TurnSampler(Sampler[Any]):
+class TurnSampler(WalkedSampler):
     """Sampler that yields this rank's indices from ``inner``, and repeats the last batch to complete the last round.
 
     Args:
@@ -54,27 +53,22 @@ class TurnSampler(Sampler[Any]):
         first_batch: comparison of the first batch of ``inner`` with the other ranks.
 
     Attributes:
-        inner: the argument ``inner``.
         limit: maximum number of batches for all ranks together.
         order: ``(number, counts)`` of each batch that has been yielded but not yet evaluated.
     """
 
     def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws, first_batch: FirstBatch) -> None:
+        super().__init__(inner, numbered=False)
+        self.draws, self.first_batch = draws, first_batch
         self.limit = math.inf
         self.order: deque[tuple[int, bool]] = deque()
-        self.inner = inner
         self._world = world
-        self._draws = draws
-        self._first_batch = first_batch
 
     def __len__(self) -> int:
-        return math.ceil(min(len(self.inner), self.limit) / self._world.size)  # type: ignore[arg-type]
+        return math.ceil(min(super().__len__(), self.limit) / self._world.size)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._draws.inside():
-            iterator = iter(self.inner)
-        batches = self._first_batch.compared(self._draws.read(iterator))
-        for indices, number, counts in in_rounds(batches, self._world, self.limit):
+        for indices, number, counts in in_rounds(super().__iter__(), self._world, self.limit):
             self.order.append((number, counts))
             yield indices
 
@@ -99,34 +93,28 @@ class Turns:
 
     Args:
         loader: loader as a single rank would read it.
-        name: name of the argument that the user passed, for errors and notices.
-        ranks: ranks that take turns.
-        seed: seed for the random numbers of the loader. The seed is identical on all ranks.
+        how: settings. The seed is identical on all ranks.
 
     Attributes:
         loader: the loader that is read. The loader can be a copy that loads only the batches of this rank.
     """
 
-    def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
+    def __init__(self, loader: Any, how: Reading) -> None:
         self.loader = loader
-        self._name = name
-        self._ranks = ranks
-        self._seed = seed
+        self._name, self._ranks, self._seed, self._divided_by = how.name, how.ranks, how.seed, how.share.divided_by
         self._draws = CommonDraws()
-        share = share_of(loader, ranks.world)
-        self._divided_by = share.divided_by
-        self._first_batch = FirstBatch(share, ranks, name, loader)
+        self._first_batch = FirstBatch(how, loader)
         self._sampler: TurnSampler | None = None
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
             notice(
-                f"{name}: {self._divided_by} already shards this loader across ranks, so roomier does not shard it "
+                f"{how.name}: {self._divided_by} already shards this loader across ranks, so roomier does not shard it "
                 "again"
             )
-            self._longest = max(ranks.gather(length_of(loader)))
+            self._longest = max(how.ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws, self._first_batch)
+            self._sampler = TurnSampler(getattr(loader, field), how.ranks.world, self._draws, self._first_batch)
             changes = {"in_order": True} if loader.num_workers else {}
             self.loader = rebuilt(loader, **{field: self._sampler}, **changes)
 
@@ -150,8 +138,7 @@ class Turns:
         world, draws, loader = self._ranks.world, self._draws, self.loader
         draws.seed(self._seed, 0)
         if isinstance(loader, (list, tuple)):
-            self._first_batch.compare(loader[0])
-            return _of_list(loader, world, int(min(limit, len(loader))))
+            return in_rounds(self._first_batch.compared(iter(loader)), world, limit)
         if self._divided_by is not None:
             return self._of_own(limit)
         if self._sampler is not None:
@@ -210,12 +197,6 @@ class Turns:
             if turn is None:
                 return
             yield turn
-
-
-def _of_list(batches: Any, world: World, length: int) -> Iterator[Turn]:
-    for start in range(0, length, world.size):
-        number = min(start + world.rank, length - 1)
-        yield Turn(batches[number], number, start + world.rank < length)
 
 
 def without_padding(loader: Any, name: str, world: World) -> Any:

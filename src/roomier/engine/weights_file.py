@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from roomier.checkpoint.verbs import some_of
 from roomier.core.errors import RoomierError
 from roomier.core.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.core.log import notice
@@ -21,7 +22,6 @@ from roomier.techniques.parallel.pages import local_rows
 
 SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_NUM_NAMES_SHOWN = 3
 
 
 def prepare_nothing(tensor: Tensor) -> None:
@@ -117,9 +117,9 @@ class WeightsFile:
             if name in wanted and tuple(wanted[name].shape) != shape
         ]
         return [
-            *_some("missing", missing),  # adapters have their own initial values
-            *_some("unexpected", list(unexpected)),
-            *_some("different shapes", different),
+            *some_of("missing", missing),  # adapters have their own initial values
+            *some_of("unexpected", list(unexpected)),
+            *some_of("different shapes", different),
         ]
 
     @torch.no_grad()
@@ -221,10 +221,3 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise RoomierError("weights", str(path), f"cannot be read ({error})", "Copy the file again") from error
-
-
-def _some(title: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _NUM_NAMES_SHOWN} more" if len(names) > _NUM_NAMES_SHOWN else ""
-    return [f"{title}: {', '.join(names[:_NUM_NAMES_SHOWN])}{more}"]

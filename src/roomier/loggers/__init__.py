@@ -2,13 +2,11 @@
 experiment trackers."""
 
 from roomier.api.logger import Logger
-from roomier.loggers.by_name import loggers_from_flag
+from roomier.loggers.by_name import NeptuneLogger, loggers_from_flag
 from roomier.loggers.comet import CometLogger
-from roomier.loggers.csv import CSVLogger
+from roomier.loggers.files import CSVLogger, JSONLLogger
 from roomier.loggers.group import LoggerGroup
-from roomier.loggers.jsonl import JSONLLogger
 from roomier.loggers.mlflow import MLFlowLogger
-from roomier.loggers.neptune import NeptuneLogger
 from roomier.loggers.tensorboard import TensorBoardLogger
 from roomier.loggers.trackio import TrackioLogger
 from roomier.loggers.wandb import WandbLogger

@@ -5,20 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from roomier.api.logger import Logger
+from roomier.api.logger import Logger, Nothing
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.extensions import load_extensions
 from roomier.loggers.comet import CometLogger
-from roomier.loggers.csv import CSVLogger
-from roomier.loggers.files import FileLogger
-from roomier.loggers.foreign import is_logger
-from roomier.loggers.jsonl import JSONLLogger
+from roomier.loggers.files import CSVLogger, FileLogger, JSONLLogger
+from roomier.loggers.group import is_logger
 from roomier.loggers.mlflow import MLFlowLogger
-from roomier.loggers.neptune import service_closed
-from roomier.loggers.silent import SilentLogger
 from roomier.loggers.tensorboard import TensorBoardLogger
 from roomier.loggers.trackio import TrackioLogger
 from roomier.loggers.wandb import WandbLogger
+
+_ACTION = "Use one of: comet, csv, jsonl, mlflow, tensorboard, trackio, wandb"
+
+
+def service_closed() -> PlanError:
+    """Return the error that lists the available loggers."""
+    return PlanError("logger", "neptune", "the service was shut down in March 2026", _ACTION)
+
+
+class NeptuneLogger:
+    """Placeholder for a Neptune logger. The Neptune service was shut down.
+
+    Raises:
+        PlanError: always raised, with a list of the available loggers.
+
+    Example:
+        >>> NeptuneLogger()  # raises PlanError
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise service_closed()
+
+
+class SilentLogger(Logger):
+    """Logger that accepts all calls but has no effect, for fast_dev_run and for trials of the tuner."""
+
+    name = "silent"
+
+    @property
+    def experiment(self) -> Any:
+        return Nothing()
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
 
 LOGGERS: dict[str, Callable[[], Logger]] = {
     "jsonl": JSONLLogger,
@@ -44,7 +80,7 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
     Loggers written for Lightning are used unchanged.
 
     Args:
-        is_dev_run: if True, replace all loggers with a :class:`~roomier.loggers.silent.SilentLogger`.
+        is_dev_run: if True, replace all loggers with a :class:`~roomier.loggers.by_name.SilentLogger`.
 
     Raises:
         PlanError: a name is unknown, a value is not a logger, or two loggers would write the same file.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from roomier.core.errors import RoomierError
-from roomier.loggers.service import ServiceLogger, missing_package
+from roomier.loggers.service import ServiceLogger
 
 _FORMER = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
 _MODES = (None, "get_or_create", "get", "create")
@@ -65,10 +65,7 @@ class CometLogger(ServiceLogger):
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         if online is False:
             os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")
-        try:
-            import comet_ml
-        except ImportError as error:
-            raise missing_package(self.name, self.PACKAGE, error) from error
+        comet_ml = self._imported("comet_ml")
         super().__init__(project or os.environ.get("COMET_PROJECT_NAME") or "lightning_logs", experiment_key, prefix)
         self._comet = comet_ml
         self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}

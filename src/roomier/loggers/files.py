@@ -1,19 +1,23 @@
-"""Base class of the file loggers, with functions that drop rows and write the hyperparameter file."""
+"""File loggers, which append rows to ``metrics.jsonl`` and ``metrics.csv``, and write the hyperparameter file."""
 
 from __future__ import annotations
 
+import csv
 import json
+import math
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from roomier.api.logger import STEP_COLUMN
 from roomier.core.log import notice
 from roomier.core.replacing import replacing
-from roomier.core.untrusted import lines_of, open_to_append, read_text
-from roomier.loggers.guarded import GuardedLogger
-from roomier.loggers.run_ids import OwnFolder
+from roomier.core.untrusted import lines_of, open_to_append, parse_json, read_text
+from roomier.loggers.guarded import FolderLogger
 
 
 def drop_rows(path: Path, judge: Callable[[bytes], str]) -> None:
@@ -70,7 +74,7 @@ def _with_names(value: Any) -> Any:
     return [_with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class FileLogger(GuardedLogger):
+class FileLogger(FolderLogger):
     """Base class of loggers that append rows to one file. A subclass defines the file name and the format of a row.
 
     Args:
@@ -92,28 +96,17 @@ class FileLogger(GuardedLogger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        super().__init__(prefix)
-        self._place = None if save_dir is None else OwnFolder(self.name, Path(save_dir), name, version)
-        self._folder: Path | None = None
+        super().__init__(save_dir, name, version, prefix)
         self._resumed_step: int | None = None
         self._file: TextIO | None = None
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open the file for appending. Incomplete rows and rows after ``resumed_step`` are removed atomically."""
-        self._folder = run_dir if self._place is None else self._place.find(run_dir)
+        self._folder = self._find_folder(run_dir) or run_dir
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resumed_step = resumed_step
         self._prepare_file(resumed_step)
         self._file = open_to_append(self._path)
-
-    @property
-    def is_in_run_folder(self) -> bool:
-        """True if the file is in the run folder."""
-        return self._place is None
-
-    @property
-    def log_dir(self) -> str | None:
-        return super().log_dir if self._folder is None else str(self._folder)
 
     def finalize(self, status: str) -> None:
         if self._file is not None:
@@ -133,3 +126,150 @@ class FileLogger(GuardedLogger):
     @abstractmethod
     def _prepare_file(self, resumed_step: int | None) -> None:
         """Remove incomplete rows and rows after ``resumed_step`` from an existing file."""
+
+
+class JSONLLogger(FileLogger):
+    """Logger that appends rows such as ``{"step": 50, "time": 1767225600.123, "train_loss": 2.5}`` to
+    ``<run folder>/metrics.jsonl``.
+
+    - ``step`` counts optimizer steps. ``time`` is the wall-clock time in seconds since 1970 (UTC).
+    - A metric named ``step`` or ``time`` is written as ``metric/step`` or ``metric/time``.
+    - JSON does not support non-finite numbers. Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"``
+      and ``"-Infinity"`` (as in Protocol Buffers), which ``float()`` and JavaScript's ``Number()`` parse.
+    - Each row is passed to the operating system before ``log_metrics`` returns, so no row is lost if the run is killed.
+
+    Args:
+        save_dir: see :class:`roomier.loggers.files.FileLogger`.
+        name: see :class:`roomier.loggers.files.FileLogger`.
+        version: see :class:`roomier.loggers.files.FileLogger`.
+        prefix: see :class:`roomier.loggers.files.FileLogger`.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=JSONLLogger())
+    """
+
+    name = "jsonl"
+    file_name = "metrics.jsonl"
+
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
+        assert self._file is not None, "start() must run first"
+        cells: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in row.items():
+            cells[f"metric/{name}" if name in ("step", "time") else name] = json_number(value)
+        self._file.write(json.dumps(cells, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _prepare_file(self, resumed_step: int | None) -> None:
+        if self._path.exists():
+            drop_rows(self._path, lambda row: _judge(row, resumed_step))
+
+
+def json_number(value: float) -> float | str:
+    """Return ``value``, or the string that represents a non-finite number in JSON."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _judge(row: bytes, after_step: int | None) -> str:
+    try:
+        cells = parse_json(row.decode())
+        step = cells["step"]
+        done = next((int(cells[name]) for name in cells if name.endswith(STEP_COLUMN)), step)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "torn"
+    if not row.endswith(b"\n") or not isinstance(step, int):
+        return "torn"
+    return "dropped" if after_step is not None and done > after_step else "kept"
+
+
+_FORMULA = ("=", "+", "-", "@")  # spreadsheets evaluate cells that start with one of these characters
+
+
+class CSVLogger(FileLogger):
+    """Logger that appends rows to ``<run folder>/metrics.csv``, with columns for ``step``, ``time`` and each metric.
+
+    - ``step`` counts optimizer steps. ``time`` is the wall-clock time in seconds since 1970 (UTC).
+    - A metric named ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``.
+    - If a name starts with ``=``, ``+``, ``-`` or ``@``, its column starts with ``'``, so that spreadsheets do not
+      interpret the name as a formula.
+    - The cell of a metric that was not logged in a row is empty. Non-finite numbers are written as ``nan``, ``inf`` and
+      ``-inf``.
+    - Columns appear in the order in which the metrics were first logged. If a new column appears, the file is rewritten
+      atomically.
+
+    Args:
+        save_dir: see :class:`roomier.loggers.files.FileLogger`.
+        name: see :class:`roomier.loggers.files.FileLogger`.
+        version: see :class:`roomier.loggers.files.FileLogger`.
+        prefix: see :class:`roomier.loggers.files.FileLogger`.
+        flush_logs_every_n_steps: accepted for compatibility with Lightning, but ignored, because each row is written
+            immediately.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=CSVLogger("logs", name="gpt"))
+    """
+
+    name = "csv"
+    file_name = "metrics.csv"
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._columns: list[str] = []
+
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
+        assert self._file is not None, "start() must run first"
+        cells: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
+        for name, value in row.items():
+            cells[f"metric/{name}" if name in ("step", "time") else _column(name)] = value
+        new = [name for name in cells if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        csv.writer(self._file, lineterminator="\n").writerow([cells.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def _prepare_file(self, resumed_step: int | None) -> None:
+        self._columns = []
+        if self._path.exists():
+            drop_rows(self._path, lambda line: self._judge(line, resumed_step))
+        if not self._columns:
+            self._columns = ["step", "time"]
+            self._rewrite([])
+
+    def _judge(self, line: bytes, resumed_step: int | None) -> str:
+        try:
+            # A line without a newline is incomplete, even if it looks complete, because its write was interrupted.
+            row = next(csv.reader([line.decode()])) if line.endswith(b"\n") else []
+            if not self._columns:
+                self._columns = row
+                return "kept" if row else "torn"
+            marked = [cell for name, cell in zip(self._columns, row, strict=True) if name.endswith(STEP_COLUMN)]
+            step = int(row[0])
+            done = next((int(float(cell)) for cell in marked if cell), step)
+        except (ValueError, OverflowError, csv.Error):
+            return "torn"
+        return "dropped" if resumed_step is not None and done > resumed_step else "kept"
+
+    def _add_columns(self, names: list[str]) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._columns += names
+        rows = csv.reader(line.decode() for line in lines_of(self._path))
+        next(rows)
+        self._rewrite(row + [""] * len(names) for row in rows)
+        self._file = open_to_append(self._path)
+
+    def _rewrite(self, rows: Iterable[list[str]]) -> None:
+        with replacing(self._path) as file:
+            csv.writer(file, lineterminator="\n").writerows(chain([self._columns], rows))
+
+
+def _column(name: str) -> str:
+    return f"'{name}" if name.startswith(_FORMULA) else name

@@ -1,16 +1,21 @@
-"""Base class of roomier's loggers, which users may call directly and whose errors do not end a run."""
+"""Base class of roomier's loggers, which users may call directly and whose errors do not end a run, and the ids and
+folders of a run's loggers, which ``loggers.json`` in the run folder stores for a resumed run."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from roomier.api.logger import Logger
 from roomier.core.errors import RoomierError
 from roomier.core.log import is_first_rank, notice
 from roomier.core.metric_names import check_metric_name
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_json
 
 
 class GuardedLogger(Logger):
@@ -96,3 +101,86 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoomierError("log_metrics", (name, value), "must be a number", "Pass numbers or 0-dim tensors") from error
+
+
+FILE_NAME = "loggers.json"
+
+
+def read_id(run_dir: Path, key: str) -> str | None:
+    """Return the id of the logger ``key`` in this run; None if no id is stored."""
+    found = _read(run_dir).get(key)
+    return None if found is None else str(found)
+
+
+def write_id(run_dir: Path, key: str, run_id: str) -> None:
+    """Store the id of the logger ``key`` for a resumed run."""
+    known = _read(run_dir)
+    if known.get(key) == run_id:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with replacing(run_dir / FILE_NAME) as file:
+        file.write(json.dumps({**known, key: run_id}, indent=2) + "\n")
+
+
+def _read(run_dir: Path) -> dict[str, str]:
+    try:
+        found = read_json(run_dir / FILE_NAME)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class FolderLogger(GuardedLogger):
+    """Base class of loggers that write to a folder: the run folder, or a folder outside the run folder.
+
+    Args:
+        save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's loggers; None writes to the run folder.
+        name: folder within ``save_dir``; None uses ``save_dir`` itself.
+        version: folder within ``name``; a number N selects ``version_N``. None creates a new ``version_N`` for each
+            run. A resumed run uses the folder of the saved run.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
+    """
+
+    def __init__(self, save_dir: str | Path | None, name: str | None, version: int | str | None, prefix: str) -> None:
+        super().__init__(prefix)
+        self._parent = None if save_dir is None else Path(save_dir) / (name or "")
+        self._version = f"version_{version}" if isinstance(version, int) else version
+        self._folder: Path | None = None
+
+    @property
+    def log_dir(self) -> str | None:
+        return super().log_dir if self._folder is None else str(self._folder)
+
+    @property
+    def is_in_run_folder(self) -> bool:
+        """True if the logger writes to the run folder."""
+        return self._parent is None
+
+    def _find_folder(self, run_dir: Path | None) -> Path | None:
+        """Return the folder of the logger for the run in ``run_dir``."""
+        if self._parent is None:
+            return run_dir
+        version = self._version
+        if version is None:
+            version = (None if run_dir is None else read_id(run_dir, self._key)) or _next_version(self._parent)
+        folder = self._parent / version
+        if run_dir is not None:
+            self._keep_folder(run_dir, folder)
+        return folder
+
+    def _keep_folder(self, run_dir: Path, folder: Path) -> None:
+        """Store the name of ``folder`` in ``run_dir`` for a resumed run."""
+        write_id(run_dir, self._key, folder.name)
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name} {self._parent}"
+
+
+def _next_version(parent: Path) -> str:
+    taken = [
+        int(path.name.removeprefix("version_"))
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if path.name.startswith("version_") and path.name.removeprefix("version_").isdecimal()
+    ]
+    return f"version_{max(taken, default=-1) + 1}"

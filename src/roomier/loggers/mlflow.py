@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from roomier.core.log import notice
 from roomier.loggers.guarded import flat
-from roomier.loggers.service import ServiceLogger, missing_package, refuse_log_model
+from roomier.loggers.service import ServiceLogger, refuse_log_model
 
 _STATUSES = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_A_NAME = re.compile(r"[^\w/.: -]")
@@ -66,12 +66,9 @@ class MLFlowLogger(ServiceLogger):
         if uri.startswith("file:"):  # allow the file store, and prevent network access
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        try:
-            from mlflow import MlflowClient, entities
-        except ImportError as error:
-            raise missing_package(self.name, self.PACKAGE, error) from error
+        mlflow = self._imported("mlflow")
         super().__init__(experiment_name, run_id, prefix)
-        self._make_client, self._entities = MlflowClient, entities
+        self._make_client, self._entities = mlflow.MlflowClient, mlflow.entities
         self._uri = uri
         self._run_name, self._tags, self._artifact_location = run_name, tags, artifact_location
         self._how = {} if synchronous is None else {"synchronous": synchronous}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from roomier.api.logger import Nothing
 from roomier.core.errors import RoomierError
-from roomier.loggers.guarded import GuardedLogger
-from roomier.loggers.run_ids import read_id, write_id
+from roomier.loggers.guarded import GuardedLogger, read_id, write_id
 
 
 class ServiceLogger(GuardedLogger):
@@ -35,6 +35,20 @@ class ServiceLogger(GuardedLogger):
         self._id = run_id
         self._experiment: Any = None
         self._is_in_run = False
+
+    @classmethod
+    def _imported(cls, module: str) -> Any:
+        """Import a module of the service's package.
+
+        Raises:
+            RoomierError: the package is not installed.
+        """
+        try:
+            return import_module(module)
+        except ImportError as error:
+            action = f"Run: pip install {cls.PACKAGE}, or pip install 'roomier[loggers]'"
+            problem = f"requires a package that is not installed ({error})"
+            raise RoomierError("logger", cls.name, problem, action) from error
 
     @property
     def experiment(self) -> Any:
@@ -84,12 +98,6 @@ class ServiceLogger(GuardedLogger):
     def _close(self, status: str) -> None:
         """End the run if it is open."""
         self._experiment = None
-
-
-def missing_package(name: str, package: str, error: ImportError) -> RoomierError:
-    """Return the error for a logger whose package is not installed."""
-    action = f"Run: pip install {package}, or pip install 'roomier[loggers]'"
-    return RoomierError("logger", name, f"requires a package that is not installed ({error})", action)
 
 
 def refuse_log_model(log_model: object) -> None:

@@ -10,14 +10,13 @@ from torch import nn
 
 from roomier.api.logger import Nothing
 from roomier.core.errors import RoomierError
-from roomier.loggers.guarded import GuardedLogger, flat
-from roomier.loggers.run_ids import OwnFolder
+from roomier.loggers.guarded import FolderLogger, flat
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardLogger(GuardedLogger):
+class TensorBoardLogger(FolderLogger):
     """Logger that writes scalars, and hyperparameters for the table of runs in TensorBoard.
 
     Args:
@@ -69,12 +68,10 @@ class TensorBoardLogger(GuardedLogger):
             raise RoomierError(
                 "log_graph", log_graph, "is not supported, because a run does not trace the model", action
             )
-        super().__init__(prefix)
+        super().__init__(save_dir, name, version, prefix)
         self._make_writer = SummaryWriter
         self._writer_options = kwargs
-        self._place = None if save_dir is None else OwnFolder(self.name, Path(save_dir), name, version)
         self._sub_dir = str(sub_dir or "")
-        self._folder: Path | None = None
         self._writer: SummaryWriter | None = None
 
     @property
@@ -82,8 +79,7 @@ class TensorBoardLogger(GuardedLogger):
         if self.is_silent:
             return cast("SummaryWriter", Nothing())
         if self._writer is None:
-            if self._folder is None and self._place is not None:
-                self._folder = self._place.find(None)
+            self._folder = self._folder or self._find_folder(None)
             if self._folder is None:
                 return cast("SummaryWriter", Nothing("logger 'tensorboard' has no file before a fit that writes files"))
             self._open(self._folder)
@@ -92,22 +88,17 @@ class TensorBoardLogger(GuardedLogger):
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open a new event file. TensorBoard then hides points after ``resumed_step`` in older files."""
-        if self._writer is not None and self._place is not None:  # the user opened the writer before this run
-            self._place.keep(run_dir, cast("Path", self._folder))
+        if self._writer is not None and not self.is_in_run_folder:  # the user opened the writer before this run
+            self._keep_folder(run_dir, cast("Path", self._folder))
             return
         self.finalize("success")  # the logger may have been used after the previous run
-        folder = run_dir if self._place is None else self._place.find(run_dir)
-        self._open(folder, purge_step=None if resumed_step is None else resumed_step + 1)
+        self._open(self._find_folder(run_dir) or run_dir, purge_step=None if resumed_step is None else resumed_step + 1)
 
     def _open(self, folder: Path, purge_step: int | None = None) -> None:
         self._folder = folder
         where = folder / self._sub_dir
         _wait_for_later_name(where)
         self._writer = self._make_writer(log_dir=str(where), purge_step=purge_step, **self._writer_options)
-
-    @property
-    def log_dir(self) -> str | None:
-        return super().log_dir if self._folder is None else str(self._folder)
 
     def _write_metrics(self, row: dict[str, float], step: int) -> None:
         for name, value in row.items():

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from importlib import import_module
 from typing import Any, ClassVar
 
 from roomier.loggers.guarded import flat
-from roomier.loggers.service import ServiceLogger, missing_package
+from roomier.loggers.service import ServiceLogger
 
 
 class TrackioLogger(ServiceLogger):
@@ -45,10 +44,7 @@ class TrackioLogger(ServiceLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        try:
-            trackio = import_module("trackio")
-        except ImportError as error:
-            raise missing_package(self.name, self.PACKAGE, error) from error
+        trackio = self._imported("trackio")
         super().__init__(project or os.environ.get("TRACKIO_PROJECT") or "lightning_logs", name, prefix)
         self._trackio = trackio
         self._options = {"space_id": space_id, "embed": False, **kwargs}

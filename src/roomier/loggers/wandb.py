@@ -10,7 +10,7 @@ from torch import nn
 
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.loggers.service import ServiceLogger, missing_package, refuse_log_model
+from roomier.loggers.service import ServiceLogger, refuse_log_model
 
 _STEP = "trainer/global_step"
 
@@ -67,10 +67,7 @@ class WandbLogger(ServiceLogger):
             raise RoomierError("anonymous", anonymous, "is no longer supported by wandb", "Remove it")
         if offline or kwargs.get("mode") == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads this variable at import
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_package(self.name, self.PACKAGE, error) from error
+        wandb = self._imported("wandb")
         super().__init__(project or os.environ.get("WANDB_PROJECT") or "lightning_logs", version or id, prefix)
         self._wandb = wandb
         self._options = {"name": name, **kwargs}

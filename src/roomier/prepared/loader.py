@@ -21,9 +21,8 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.data.divided import share_of
 from roomier.data.rebuild import can_be_rebuilt, rebuilt, set_loader_epoch
-from roomier.data.share import Share
+from roomier.data.share import Share, share_of
 
 _END = object()
 

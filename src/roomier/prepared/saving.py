@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.checkpoint.export.shards import ToWrite, write_shard, write_tensors
+from roomier.checkpoint.export.safetensors import ToWrite, write_shard, write_tensors
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks

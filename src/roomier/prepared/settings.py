@@ -19,8 +19,7 @@ from roomier.core.ranks import Ranks
 from roomier.engine.prepared import planner_errors
 from roomier.launch import present_launch
 from roomier.loggers.by_name import loggers_from_flag
-from roomier.loggers.foreign import is_logger
-from roomier.loggers.group import LoggerGroup
+from roomier.loggers.group import LoggerGroup, is_logger
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.levers import lever_that_frees_gradients, used_levers, without_host_tiers
 from roomier.plan.migrate.accelerate import answers_to_keywords

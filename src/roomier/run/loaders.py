@@ -14,12 +14,11 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
-from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
-from roomier.data.lengths import check_counts
-from roomier.data.sets import list_of_set
-from roomier.data.source import Source
+from roomier.data.loaders import list_of_set
+from roomier.data.rebuild import batch_size_of, with_batch_size
+from roomier.data.source import Source, check_counts
 from roomier.run.options import LoopOptions
 
 

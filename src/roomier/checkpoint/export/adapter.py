@@ -9,9 +9,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from roomier.checkpoint.commit import committed_folder
-from roomier.checkpoint.export.safetensors import dtype_in_file, new_folder
-from roomier.checkpoint.export.shards import ToWrite, write_json, write_shard
-from roomier.checkpoint.stored_tensors import StoredTensors
+from roomier.checkpoint.export.merged import StoredTensors
+from roomier.checkpoint.export.safetensors import ToWrite, dtype_in_file, new_folder, write_json, write_shard
 from roomier.core.errors import RoomierError
 from roomier.plan.parts import AdapterPlan
 from roomier.techniques.adapters.layers import Adapted, rank_of

@@ -18,11 +18,13 @@ from roomier.checkpoint.export.merged import MergedTensors
 from roomier.checkpoint.export.safetensors import (
     DEFAULT_SHARD_BYTES,
     Exported,
+    ToWrite,
     dtype_in_file,
     names_in_files,
     new_folder,
+    write_json,
+    write_tensors,
 )
-from roomier.checkpoint.export.shards import ToWrite, write_json, write_tensors
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.hugging_face import Conversion, conversions_to_files, data_of_config

@@ -15,9 +15,8 @@ from roomier import checkpoint
 from roomier.checkpoint.export.output_file import new_file, replacing_file
 from roomier.checkpoint.export.plain import weights_of
 from roomier.checkpoint.lightning import DATA_HYPERPARAMETERS, DATA_HYPERPARAMETERS_NAME
-from roomier.checkpoint.lightning_loops import lightning_entries
 from roomier.checkpoint.run_state import peek_run
-from roomier.checkpoint.shown import OWN_ENTRIES
+from roomier.checkpoint.shown import OWN_ENTRIES, lightning_entries
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.techniques.adapters.layers import is_adapter
@@ -75,24 +74,17 @@ def lightning_content(path: str | Path, described: Mapping[str, Any]) -> dict[st
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    return {
-        **lightning_entries(described),
-        **_others(path, described),
-        "state_dict": weights_of(path),
-        **_of_datamodule(path, described),
-    }
-
-
-def _of_datamodule(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    # ``epoch``, and the entries that ``on_save_checkpoint`` hooks added
+    names = [key for key in described if key not in OWN_ENTRIES and key != "stale_norm"]
+    others = checkpoint.load(path, only=names) if names else {}
+    content = {**lightning_entries(described), **others, "state_dict": weights_of(path)}
     init = described.get("datamodule_init")
-    if init is None:
-        return {}
-    state = checkpoint.load(path, only=("datamodule",))["datamodule"] if described.get("datamodule") else {}
-    return {
-        DATA_HYPERPARAMETERS_NAME: init.get("argument", "kwargs"),
-        DATA_HYPERPARAMETERS: dict(init["hyperparameters"]),
-        **({init["type"]: state} if state else {}),
-    }
+    if init is not None:
+        content[DATA_HYPERPARAMETERS_NAME] = init.get("argument", "kwargs")
+        content[DATA_HYPERPARAMETERS] = dict(init["hyperparameters"])
+        if described.get("datamodule"):
+            content[init["type"]] = checkpoint.load(path, only=("datamodule",))["datamodule"]
+    return content
 
 
 def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
@@ -160,9 +152,3 @@ def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
             {**group, "params": [number_of[name] for name in group["params"]]} for group in saved["param_groups"]
         ],
     }
-
-
-def _others(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``epoch``, and the entries that ``on_save_checkpoint`` hooks added."""
-    names = [key for key in described if key not in OWN_ENTRIES and key != "stale_norm"]
-    return checkpoint.load(path, only=names) if names else {}

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roomier.checkpoint.export.compared import MAX_DIFFERENCE, check_same
-from roomier.checkpoint.export.examples import Example, example_of
+from roomier.checkpoint.export.compared import (
+    MAX_DIFFERENCE,
+    Example,
+    check_same,
+    example_of,
+    quietly,
+    ready_for_export,
+)
 from roomier.checkpoint.export.output_file import replacing_file
-from roomier.checkpoint.export.ready import quietly, ready_for_export
 from roomier.checkpoint.export.torch_export import graph_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -44,7 +49,7 @@ def export_onnx(
 
     Args:
         output: new file, or a buffer. If None, the export is only checked.
-        sample: arguments of ``forward``; see :func:`roomier.checkpoint.export.examples.example_of`.
+        sample: arguments of ``forward``; see :func:`roomier.checkpoint.export.compared.example_of`.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output
             or to 1, whichever is greater.
         may_exist: if True, replace an existing file.
@@ -68,14 +73,9 @@ def export_onnx(
         where: str | Path = Path(scratch) / "model.onnx" if in_memory else output  # type: ignore[assignment]
         with replacing_file(where, may_exist=may_exist) as target:
             program = _write(plain, example, target, options)
-            done = check_same(
-                plain,
-                _session(plain, target),
-                example,
-                fixed_shapes=bool({"dynamic_shapes", *_CUSTOM_EXPORT} & options.keys()),
-                max_difference=max_difference,
-                to="onnx",
-            )
+            is_fixed = bool({"dynamic_shapes", *_CUSTOM_EXPORT} & options.keys())
+            session = _session(plain, target)
+            done = check_same(plain, session, example, "onnx", max_difference, fixed_shapes=is_fixed)
             if isinstance(output, BytesIO):
                 _check_in_one_file(model, target)
                 output.write(target.read_bytes())

@@ -8,21 +8,101 @@ that was sharded along a dimension other than its rows, or that has an adapter, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import absolute, committed_folder
 from roomier.checkpoint.export.merged import MergedTensors
-from roomier.checkpoint.export.shards import ToWrite, write_json, write_tensors
+from roomier.checkpoint.tensor_file import TensorFile, bytes_of, num_bytes_of
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.plan.parts import AdapterPlan
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """Tensor that is computed while it is written.
+
+    Attributes:
+        name: name in the file.
+        dtype: dtype in the file.
+        shape: shape of the tensor.
+        read: function that yields the elements of the tensor in row-major order, in pieces, in any dtype.
+        other_names: names of tied tensors, which are not written.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[Tensor]]
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in the file, in bytes."""
+        return num_bytes_of(self.dtype, self.shape)
+
+
+def write_tensors(folder: Path, tensors: Sequence[ToWrite], max_shard_bytes: int) -> tuple[str, ...]:
+    """Write ``tensors`` to ``folder``, in files of at most ``max_shard_bytes``, unless a single tensor is larger.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    shards: list[list[ToWrite]] = [[]]
+    held_bytes = 0
+    for each in tensors:
+        if shards[-1] and held_bytes + each.num_bytes > max_shard_bytes:
+            shards.append([])
+            held_bytes = 0
+        shards[-1].append(each)
+        held_bytes += each.num_bytes
+    num_files = len(shards)
+    files = tuple(f"model-{index:05}-of-{num_files:05}.safetensors" for index in range(1, num_files + 1))
+    files = files if num_files > 1 else ("model.safetensors",)
+    for file_name, shard in zip(files, shards, strict=True):
+        write_shard(folder / file_name, shard)
+    if len(shards) > 1:
+        weight_map = {each.name: file for file, shard in zip(files, shards, strict=True) for each in shard}
+        total = sum(each.num_bytes for each in tensors)
+        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return files
+
+
+def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
+    """Write one safetensors file and flush it to the disk. Raises OSError."""
+    by_name = {each.name: each for each in shard}
+    tied = {other: each.name for each in shard for other in each.other_names}  # as in safetensors' save_model
+    specs = {each.name: (each.dtype, each.shape) for each in shard}
+    with TensorFile(path, specs, {**tied, "format": "pt"}) as file:
+        for name in file.names:
+            for piece in by_name[name].read():
+                for data in bytes_of(piece.to(by_name[name].dtype)):
+                    file.append(data)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file and flush it to the disk. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
 
 DTYPES = {
     "fp32": torch.float32,
@@ -84,7 +164,10 @@ def export_safetensors(
     described = checkpoint.peek(path)
     stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
     found_prefix, config = _pretrained(described)
-    prefix = found_prefix if prefix is None else _of_part(prefix, stored)
+    if prefix is None:
+        prefix = found_prefix
+    elif prefix and any(key.startswith(f"{prefix}.") for key in stored.specs):  # the name of a submodule
+        prefix = f"{prefix}."
     names = names_in_files(stored, prefix)
     tensors = [
         ToWrite(
@@ -118,12 +201,6 @@ def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
         if isinstance(value, dict) and "model_type" in value:
             return "", value
     return "", None
-
-
-def _of_part(prefix: str, stored: MergedTensors) -> str:
-    """Return ``prefix``, with a trailing dot if it is the name of a submodule."""
-    is_part = bool(prefix) and any(key.startswith(f"{prefix}.") for key in stored.specs)
-    return f"{prefix}." if is_part else prefix
 
 
 def new_folder(output: str | Path, dtype: str | None) -> Path:

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from roomier.checkpoint.export.compared import MAX_DIFFERENCE, Compared, check_same, tensors_in
-from roomier.checkpoint.export.examples import Example, example_of
+from roomier.checkpoint.export.compared import (
+    MAX_DIFFERENCE,
+    Compared,
+    Example,
+    check_same,
+    example_of,
+    quietly,
+    ready_for_export,
+    tensors_in,
+)
 from roomier.checkpoint.export.output_file import for_torch, replacing_file
-from roomier.checkpoint.export.ready import quietly, ready_for_export
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 
@@ -40,7 +47,7 @@ def export_torch(
 
     Args:
         output: new file.
-        sample: arguments of ``forward``; see :func:`roomier.checkpoint.export.examples.example_of`.
+        sample: arguments of ``forward``; see :func:`roomier.checkpoint.export.compared.example_of`.
         dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output
             or to 1, whichever is greater.
@@ -56,14 +63,8 @@ def export_torch(
             with for_torch(target) as file:
                 torch.export.save(program, file)
             again = torch.export.load(target).module()
-        done = check_same(
-            plain,
-            lambda each: tensors_in(each.call(again)),
-            example,
-            fixed_shapes=dynamic_shapes is not None,
-            max_difference=max_difference,
-            to="torch-export",
-        )
+        call, is_fixed = (lambda each: tensors_in(each.call(again))), dynamic_shapes is not None
+        done = check_same(plain, call, example, "torch-export", max_difference, fixed_shapes=is_fixed)
     notice(f"{output}: {done}")
     return done
 

@@ -13,10 +13,16 @@ from torch import nn
 
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
-from roomier.checkpoint.export.compared import MAX_DIFFERENCE, check_same, tensors_in
-from roomier.checkpoint.export.examples import Example, example_of
+from roomier.checkpoint.export.compared import (
+    MAX_DIFFERENCE,
+    Example,
+    check_same,
+    example_of,
+    quietly,
+    ready_for_export,
+    tensors_in,
+)
 from roomier.checkpoint.export.output_file import for_torch, replacing_file
-from roomier.checkpoint.export.ready import quietly, ready_for_export
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 
@@ -60,16 +66,9 @@ def export_torchscript(
             except Exception as error:
                 raise _refused(plain, method, error) from error
         if example is not None:
-            check_same(
-                plain,
-                lambda each: tensors_in(each.call(made)),
-                example,
-                fixed_shapes=False,
-                max_difference=max_difference,
-                to="torchscript",
-                hints=_branches(caught),
-            )
-            for each in _branches(caught):
+            call, branches = (lambda each: tensors_in(each.call(made))), _branches(caught)
+            check_same(plain, call, example, "torchscript", max_difference, hints=branches)
+            for each in branches:
                 notice(f"to torchscript: {each}. The outputs for other values are equal")
         if output is not None:
             with replacing_file(output, may_exist=may_exist) as target, quietly(), for_torch(target) as file:

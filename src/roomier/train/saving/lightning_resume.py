@@ -26,7 +26,7 @@ from roomier.api.lightning_module import seen_by_user
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, LoopPosition, books_of
-from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.errors import CheckpointError, RoomierError, first_few
 from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -38,8 +38,6 @@ from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.optim.schedule import check_scheduler
 from roomier.techniques.parallel.pages import local_rows
 from roomier.train.saving.group_values import report_kept_values
-
-_NUM_NAMES_SHOWN = 5
 
 
 class LightningWeights:
@@ -200,8 +198,8 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
     made = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in before | owned]
     if made and owned:
         problem = (
-            f"creates {_some('new parameters', made)}, but the optimizers were created before this hook ran and would "
-            "not train them"
+            f"creates new parameters: {first_few(made)}, but the optimizers were created before this hook ran and "
+            "would not train them"
         )
         action = "Create the parameters in __init__ or configure_model, with sizes that save_hyperparameters stored"
         raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
@@ -338,9 +336,4 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: l
         if isinstance(each, torch.Tensor) and name in found and found[name].shape != each.shape
     ]
     titles = (("missing", missing), ("unexpected", unexpected), ("different shapes", different))
-    return [_some(title, names) for title, names in titles if names]
-
-
-def _some(title: str, names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMES_SHOWN} more" if len(names) > _NUM_NAMES_SHOWN else ""
-    return f"{title}: {', '.join(names[:_NUM_NAMES_SHOWN])}{more}"
+    return [f"{title}: {first_few(names)}" for title, names in titles if names]

@@ -29,7 +29,7 @@ from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
 from roomier.data.first_batch import check_is_repeatable, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
-from roomier.loggers.silent import SilentLogger
+from roomier.loggers.by_name import SilentLogger
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress, TrainerState
