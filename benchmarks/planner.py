@@ -44,7 +44,7 @@ from benchmarks.options import chosen, table_of
 from benchmarks.planner_models import MODELS
 from benchmarks.rank_processes import on_this_rank, run_on_ranks
 from benchmarks.training import Steps, Trained, engine_of, ignore
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.host_memory import give_back_freed

@@ -20,7 +20,7 @@ from benchmarks.models.igpt import SIZES as IGPT_SIZES
 from benchmarks.models.igpt import ImageGPT
 from benchmarks.models.swav import NUM_LARGE, SwAV, SwAVConfig
 from benchmarks.models.transformer_lm import TransformerLM, TransformerLMConfig
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.workload import Workload
 

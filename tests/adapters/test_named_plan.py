@@ -1,7 +1,7 @@
 """The plan of a run contains the adapters of the model, before and after the engine is built."""
 
+from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
-from roomier.api.lightning_module import as_module
 from roomier.core.ranks import Ranks
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine

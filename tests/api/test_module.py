@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import roomier
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 
 
 class Net(roomier.Module):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier import Trainer
+from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
-from roomier.api.lightning_module import as_module
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.loss.chunked import find_output_layer

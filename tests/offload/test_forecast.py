@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import roomier
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.callbacks import MemoryForecast
 from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.prepared import PreparedEngine

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build

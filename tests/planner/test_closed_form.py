@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan

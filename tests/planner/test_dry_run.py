@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.workload import Workload

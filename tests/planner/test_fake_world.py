@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import roomier
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.api.module import network_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.choosing.pricing import ClosedForms

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
-from roomier.api.lightning_module import as_module
 from roomier.api.module import Module, network_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan

@@ -22,8 +22,8 @@ from roomier.engine.optimizers import ConfigureOptimizers
 from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions
-from roomier.run.progress import RunningStage, TrainerState
 from roomier.run.settled import Request, Settled
+from roomier.run.states import RunningStage, TrainerState
 from roomier.techniques.optim.configured import Configured
 from roomier.techniques.precision.scaler import NoScale
 from roomier.train.fit import fit

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
-from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides, watches_metric
 from roomier.core.errors import RoomierError, TrainingError

@@ -1,5 +1,4 @@
-"""Adapters for Lightning's classes, which are recognized by their class names, and conversion of any model to a Module.
-Lightning is never imported."""
+"""Adapters for Lightning's classes, which are recognized by their class names. Lightning is never imported."""
 
 from __future__ import annotations
 
@@ -11,13 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roomier.api.forward import ForwardModule
 from roomier.api.hparams import HasHyperParameters, HyperParameters, is_plain
 from roomier.api.module import Module, WrappedModule
-from roomier.api.overrides import is_one, lightning_base, overrides
+from roomier.api.overrides import lightning_base, overrides
 from roomier.api.trainer_view import TrainerView
-from roomier.core import torch_private
-from roomier.core.errors import RoomierError
 
 OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI that are not hyperparameters
 
@@ -224,34 +220,3 @@ def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
         return (maker, arguments, *state)
 
     return reduce_ex
-
-
-def as_module(model: nn.Module) -> Module:
-    """Return ``model`` if it is a Module; otherwise wrap the LightningModule or ``nn.Module`` in a Module.
-
-    Raises:
-        RoomierError: ``model`` is not an ``nn.Module``, or it is a Module wrapped by ``torch.compile``.
-    """
-    if isinstance(model, Module):
-        return model
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RoomierError("model", model, "must be an instance, not a class", f"Pass {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise RoomierError("model", model, "must be an nn.Module", "Pass a roomier.Module or an nn.Module")
-    if lightning_base(type(model), Module) is not None:
-        return LightningAdapter(model)
-    hidden = torch_private.uncompiled(model)
-    if is_one(hidden, Module):
-        problem = "is wrapped by torch.compile, which would bypass its training_step and hooks"
-        action = "Pass the module itself and set Trainer(compile=True), or compile a submodule"
-        raise RoomierError("model", type(hidden).__name__, problem, action)
-    return ForwardModule(model)
-
-
-def seen_by_user(module: Module) -> Any:
-    """Return the object that callbacks and ``trainer.lightning_module`` receive.
-
-    If the user passed a LightningModule, the function returns this LightningModule. While the LightningModule is
-    attached, it has the methods of a Module.
-    """
-    return module.network if isinstance(module, LightningAdapter) else module

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError

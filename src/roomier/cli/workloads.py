@@ -11,8 +11,8 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor, nn
 
+from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning_module import as_module
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli.optimizer_option import with_optimizer

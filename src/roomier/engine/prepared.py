@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
-from roomier.api.lightning_module import as_module
 from roomier.api.module import network_of
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import PlanError, TrainingError

@@ -81,7 +81,7 @@ def plan_from_flags(
         draft.ask_each("compile", compile, {"backend": "compile.backend", "mode": "compile.mode"}, "compilation")
     else:
         draft.ask("compile.enabled", compile, "compile")
-    budget = draft.bytes_of("memory_budget", memory_budget)
+    budget = None if memory_budget is None else draft.bytes_of("memory_budget", memory_budget)
     if budget is not None:
         draft.ask("choice.memory_budget_bytes", memory_budget, "memory_budget", meaning=budget)
     return draft.plan()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from roomier.api.lightning_module import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.untrusted import read_json
 from roomier.planner.workload import Workload

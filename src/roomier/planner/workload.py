@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
 from roomier.api.callback import KeptWeights
-from roomier.api.lightning_module import as_module
 from roomier.api.module import Module, network_of
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors

@@ -19,7 +19,8 @@ from roomier.plan import Plan
 from roomier.run.accumulation import Accumulation, GlobalBatch
 from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress, TrainerState
+from roomier.run.progress import Progress
+from roomier.run.states import TrainerState
 
 if TYPE_CHECKING:
     from roomier.planner.choice import Choice

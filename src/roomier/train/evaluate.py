@@ -33,8 +33,8 @@ from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.data.turns import Turn
 from roomier.run.logged.results import Results
-from roomier.run.progress import RunningStage
 from roomier.run.run import Run
+from roomier.run.states import RunningStage
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.train.step import transfer_of
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from roomier.api.lightning_module import seen_by_user
+from roomier.api.adapt import seen_by_user
 from roomier.core.errors import TrainingError
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.run import Run

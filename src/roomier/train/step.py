@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import StepHooks
 from roomier.api.hooks import step_of
-from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import TrainingError

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine
 from roomier.api.forward import ForwardModule
-from roomier.api.lightning_module import as_module, seen_by_user
 from roomier.api.module import Module, network_of
 from roomier.api.overrides import is_builtin, is_one, replace_none
 from roomier.api.trainer_view import TrainerView
@@ -38,9 +38,10 @@ from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.logged.results import Results
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress, TrainerFn, TrainerState, TrainerStatus
+from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
 from roomier.run.settled import Request
+from roomier.run.states import TrainerFn, TrainerState, TrainerStatus
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
 from roomier.trainer.keywords.arguments import (

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import OutOfMemoryError
 
+from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import LOG_METHODS, Callback
-from roomier.api.lightning_module import as_module, seen_by_user, with_methods_of_module
+from roomier.api.lightning_module import with_methods_of_module
 from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, lightning_base
 from roomier.core.device.capability import capabilities_of
@@ -30,10 +31,10 @@ from roomier.launch.job import may_requeue, requeue
 from roomier.plan.levers import without_host_tiers
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
-from roomier.run.progress import RunningStage, TrainerStatus
 from roomier.run.run import Run
 from roomier.run.settled import Fitted, Request, num_steps_of
 from roomier.run.signals import REQUEUES, GracefulStop
+from roomier.run.states import RunningStage, TrainerStatus
 from roomier.train.evaluate import EvaluationCutError
 from roomier.train.manual import ManualOptimizer
 from roomier.train.opening.notices import num_batches_of_loaders

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback, ChecksState
-from roomier.api.lightning_module import seen_by_user
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, LoopPosition, books_of

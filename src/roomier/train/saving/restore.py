@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from roomier import checkpoint
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import ChecksState, GoBackError, PlacesTensors
-from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home

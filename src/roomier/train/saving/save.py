@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier import checkpoint
-from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams, seen_by_user
+from roomier.api.adapt import seen_by_user
+from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.device.rng import rng_state
@@ -24,8 +25,9 @@ from roomier.core.tree import map_tensors
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
-from roomier.run.progress import RunningStage, WantedSave
+from roomier.run.progress import WantedSave
 from roomier.run.run import Run
+from roomier.run.states import RunningStage
 
 INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0

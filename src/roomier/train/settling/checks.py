@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning_module import seen_by_user
 from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, is_one, overrides
 from roomier.core.errors import RoomierError

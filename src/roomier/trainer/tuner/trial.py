@@ -32,9 +32,10 @@ from roomier.data.loaders import is_combined, is_loader_collection
 from roomier.loggers.by_name import SilentLogger
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress, TrainerState
+from roomier.run.progress import Progress
 from roomier.run.run import Run, call
 from roomier.run.settled import CutBatches
+from roomier.run.states import TrainerState
 from roomier.train.fit import fit
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.session import request_of, session
