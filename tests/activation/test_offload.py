@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.core.wrapped_forward import install, unwrap
-from roomier.engine.forward_levers import compile_blocks
+from roomier.engine.compile import compile_blocks
 from roomier.techniques.activation.block_forward import BlockForward, Keep, Recompute
 from roomier.techniques.activation.copies import MIN_BYTES, Copies, Offload, StreamCopies
 from tests.activation.kinds import KINDS

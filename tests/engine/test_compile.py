@@ -18,7 +18,7 @@ import roomier
 from roomier import Module, Trainer
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
-from roomier.engine.forward_levers import CompiledForward, _report_uncompiled, compile_blocks
+from roomier.engine.compile import CompiledForward, _report_uncompiled, compile_blocks
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.attention.watch import AttentionWatch
 from tests.covering import few
