@@ -262,7 +262,7 @@ def reads_before_the_first_step(kind: Any, folder: Path) -> int:
 
 
 @differs(
-    "a training loader that yields no batches",
+    "a training loader without a length that yields no batches",
     lightning="ends the fit with a warning",
     roomier="is an error",
     reason="nothing is trained",
