@@ -97,7 +97,7 @@ WRONG = {
     "limit_predict_batches": [([1], "Use an integer")],
     "overfit_batches": [(-0.1, "a float in [0.0, 1.0]"), ("1", "Use an integer")],
     "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
-    "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use 'DD:HH:MM:SS'")],
+    "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "DD:HH:MM:SS")],
     "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Set it to a number of batches")],
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "reload_dataloaders_every_n_epochs": [(-1, "Use an integer of 0 or more"), (0.5, "Use an integer")],
