@@ -225,6 +225,41 @@ def manual_step_that_returns_a_number(kind: Any, folder: Path) -> str:
     return outcome(lambda: fit(kind, folder, Manual()))
 
 
+@differs(
+    'a checkpoint after a validation, with a ReduceLROnPlateau of interval "step"',
+    lightning="is saved before the scheduler steps",
+    roomier="is saved after the scheduler steps",
+    reason="a run can resume exactly only after a complete step",
+    expected=(3, 4),
+)
+def steps_of_the_saved_scheduler(kind: Any, folder: Path) -> int:
+    class Watching(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "train_loss"}]
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            self.num_steps = checkpoint["lr_schedulers"][0]["last_epoch"]
+
+    module = Watching()
+    saves = pl.callbacks.ModelCheckpoint(folder / "saves", save_on_train_epoch_end=False)
+    fit(kind, folder, module, in_order(4), in_order(1), enable_checkpointing=True, callbacks=[saves])
+    return int(module.num_steps)
+
+
+@differs(
+    "`trainer.accumulate_grad_batches` before a fit, with a `GradientAccumulationScheduler`",
+    lightning="is 1",
+    roomier="is the number of the first epoch",
+    reason="the number of steps can be computed from it",
+    expected=(1, 4),
+)
+def accumulation_before_a_fit(kind: Any, folder: Path) -> int:
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 4})
+    return int(make_trainer(kind, folder, callbacks=[scheduler]).accumulate_grad_batches)
+
+
 # Data and loops -------------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +500,7 @@ def missing_data_is_a_python_warning(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "the variables `PL_TRAINER_NAME`",
+    "the variables `PL_TRAINER_*`",
     lightning="set arguments of the Trainer",
     roomier="have no effect",
     reason="the script and the Plan describe a run completely",

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
+from roomier import Trainer
 from roomier.callbacks import ModelCheckpoint
-from roomier.tuner import Tuner
+from roomier.tuner import LearningRateCurve, Tuner
 from tests.lightning.both import make_trainer
 from tests.lightning.difference import (
     Steps,
+    base_module,
     differs,
     fit,
     outcome,
@@ -344,6 +347,85 @@ def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool
     return bool(fit(kind, folder, enable_checkpointing=True, max_epochs=2, ckpt_path="last").ckpt_path is not None)
 
 
+# Hyperparameters ------------------------------------------------------------------------------------------------------
+
+
+@differs(
+    "hyperparameters that are not plain data, such as functions",
+    lightning="are pickled, or removed from `hparams` if this is impossible",
+    roomier="are in `hparams`, but not in checkpoints, and a notice names them",
+    reason="loading a checkpoint never executes code",
+    expected=(False, True),
+)
+def hparams_contain_a_function(kind: Any, folder: Path) -> bool:
+    class Activated(base_module(kind)):  # type: ignore[misc]
+        def __init__(self, activation: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    module = Activated(lambda value: value)
+    fit(kind, folder, module)
+    return "activation" in module.hparams
+
+
+@differs(
+    "OmegaConf containers in `load_from_checkpoint`",
+    lightning="are OmegaConf containers",
+    roomier="are dicts with attribute access, and lists; an interpolation is saved as its value",
+    reason="an interpolation can call a function that a script registered",
+    expected=("DictConfig", "HyperParameters"),
+)
+def type_of_a_loaded_config(kind: Any, folder: Path) -> str:
+    class Configured(base_module(kind)):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer = fit(kind, folder, Configured(OmegaConf.create({"net": {"width": 4}})))
+    trainer.save_checkpoint(folder / "saved")
+    trusts = {"weights_only": False} if kind is pl.Trainer else {}
+    return type(Configured.load_from_checkpoint(folder / "saved", **trusts).hparams.config.net).__name__
+
+
+@differs(
+    "`save_hyperparameters` in a module that the `__init__` of another module creates",
+    lightning="also stores the arguments of the other module",
+    roomier="stores the arguments of its own `__init__`",
+    reason="`load_from_checkpoint` passes the stored arguments to `__init__`",
+    expected=(["outer", "width"], ["width"]),
+)
+def names_of_the_hyperparameters_of_a_part(kind: Any, folder: Path) -> list[str]:
+    class Part(base_module(kind)):  # type: ignore[misc]
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Whole(base_module(kind)):  # type: ignore[misc]
+        def __init__(self, outer: int) -> None:
+            super().__init__()
+            self.part = Part(2)
+
+    return sorted(Whole(1).part.hparams)
+
+
+@differs(
+    "the hyperparameters of a run",
+    lightning="are written to `hparams.yaml` by its loggers",
+    roomier="are written to `hparams.json` in the run folder, which `hparams_file` of `load_from_checkpoint` accepts",
+    reason="they do not depend on the logger",
+    expected=(["hparams.yaml"], ["hparams.json"]),
+)
+def files_of_hyperparameters(kind: Any, folder: Path) -> list[str]:
+    class Wide(base_module(kind)):  # type: ignore[misc]
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = pl.loggers.CSVLogger(folder) if kind is pl.Trainer else True
+    fit(kind, folder, Wide(4), logger=logger)
+    return [path.name for path in sorted(folder.rglob("hparams*"))]
+
+
 # The Trainer ----------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +475,26 @@ def search_for_a_batch_size(kind: Any, folder: Path) -> str:
     make_tuner: Any = pl.tuner.Tuner if kind is pl.Trainer else Tuner
     trainer = make_trainer(kind, folder, max_epochs=1)
     return outcome(lambda: make_tuner(trainer).scale_batch_size(Sized(), max_trials=2, steps_per_trial=1))
+
+
+@differs(
+    "the suggestion of `Tuner.lr_find`",
+    lightning="is the rate with the steepest change between neighboring losses",
+    roomier="is the rate with the steepest line through the losses around it",
+    reason="the loss of one batch must not determine the rate",
+    expected=(True, False),
+)
+def one_loss_determines_the_suggestion(kind: Any, folder: Path) -> bool:
+    rates = [float(rate) for rate in torch.logspace(-5, 0, 100)]
+    losses = [10.0 - 0.1 * max(0, index - 60) for index in range(100)]
+    losses[30] = 9.0
+    if kind is Trainer:
+        found = LearningRateCurve(tuple(rates), tuple(losses), "exponential").suggestion()
+    else:
+        finder = pl.tuner.lr_finder._LRFinder("exponential", rates[0], rates[-1], 100)
+        finder.results = {"lr": rates, "loss": losses}
+        found = finder.suggestion()
+    return found is not None and found < rates[35]
 
 
 @differs(

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 import roomier
 from roomier import Trainer
 from tests.lightning.both import make_trainer, quiet_lightning
-from tests.lightning.modules import Regression, in_order, pl, samples
+from tests.lightning.modules import Regression, Stream, in_order, pl, samples
 
 OF_LIGHTNING = pytest.param(pl.Trainer, marks=pytest.mark.more, id="lightning")
 KINDS = pytest.mark.parametrize("kind", [OF_LIGHTNING, pytest.param(Trainer, id="roomier")])
@@ -170,3 +172,146 @@ def test_a_missing_file_of_hyperparameters_is_ignored(tmp_path: Path, capsys: py
     trainer.save_checkpoint(tmp_path / "saved")
     assert Wide.load_from_checkpoint(tmp_path / "saved", hparams_file=tmp_path / "missing.yaml").net.in_features == 4
     assert "missing.yaml' does not exist" in capsys.readouterr().err
+
+
+class Configured(roomier.Module):
+    def __init__(self, config: Any, named: Any = None, listed: Any = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(config.net.sizes[0], config.out)
+        self.found = [each.net.sizes[1] for each in (config, *([] if named is None else [named["config"]]), *listed)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfOneConfig(Configured):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.save_hyperparameters(config)
+
+
+def test_omegaconf_hyperparameters_are_loaded_with_attributes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"net": {"sizes": [4, 3]}, "out": "${net.sizes.1}"})
+    modules = Configured(config, named={"config": config}, listed=[config]), OfOneConfig(config)
+    for module, num_found in zip(modules, (3, 1), strict=True):
+        trainer = make_trainer(Trainer, tmp_path, max_steps=1)
+        trainer.fit(module, in_order(1))
+        trainer.save_checkpoint(tmp_path / type(module).__name__)
+        loaded = type(module).load_from_checkpoint(tmp_path / type(module).__name__)
+        assert (loaded.net.out_features, loaded.found) == (3, [3] * num_found)
+    assert "checkpoints do not contain it" not in capsys.readouterr().err
+    Configured(OmegaConf.create({"net": {"sizes": [4, 3]}, "out": 1, "lr": "???"}))
+    assert "hyperparameter 'config' of Configured is a DictConfig, so checkpoints do not" in capsys.readouterr().err
+
+
+@KINDS
+def test_attributes_after_a_fit(kind: Any, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("failed")
+
+    with quiet_lightning():
+        trainer = make_trainer(kind, tmp_path, max_epochs=2)
+        trainer.fit(Regression(), in_order(3))
+        assert (trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx) == (2, 5)
+        assert not trainer.interrupted
+        trainer = make_trainer(kind, tmp_path, callbacks=[pl.callbacks.LambdaCallback(on_test_start=fail)])
+        module = Regression()
+        module.test_step = module.validation_step
+        with pytest.raises(ValueError, match="failed"):
+            trainer.test(module, in_order(1))
+    assert trainer.interrupted
+
+
+@KINDS
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_predictions_in_the_loop(kind: Any, tmp_path: Path, is_returned: bool) -> None:
+    class Predicts(Regression):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch_idx
+
+        def on_predict_epoch_end(self) -> None:
+            self.seen = list(self.trainer.predict_loop.predictions), self.trainer.predict_loop.epoch_batch_indices
+
+    class Writes(pl.callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+            pl_module.indices = indices
+
+    module, expected = Predicts(), [0, 1] if is_returned else []
+    with quiet_lightning():
+        trainer = make_trainer(kind, tmp_path, callbacks=[Writes("batch")])
+        found = trainer.predict(module, in_order(2), return_predictions=is_returned)
+    assert found == (expected if is_returned else None)
+    assert trainer.predict_loop.predictions == expected
+    assert module.seen == (expected, [[]])
+    assert module.indices == [4, 5, 6, 7]
+
+
+def test_a_stop_before_the_minimum_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stops(Regression):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = True
+
+    trainer = make_trainer(Trainer, tmp_path, min_epochs=3, max_epochs=5)
+    trainer.fit(Stops(), in_order(1))
+    assert trainer.current_epoch == 3
+    assert capsys.readouterr().err.count("training continues until min_epochs=3 is reached") == 1
+
+
+@KINDS
+def test_rates_of_a_group_that_is_added_continue(kind: Any, tmp_path: Path) -> None:
+    class Adds(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+
+    monitor = (pl.callbacks if kind is pl.Trainer else roomier.callbacks).LearningRateMonitor("epoch")
+    with quiet_lightning():
+        logger = pl.loggers.CSVLogger(tmp_path)
+        make_trainer(kind, tmp_path, max_epochs=3, logger=logger, callbacks=[Adds(), monitor]).fit(
+            Regression(), in_order(1)
+        )
+    assert monitor.lrs == {"lr-AdamW/pg1": [0.05] * 3, "lr-AdamW/pg2": [0.5] * 2}
+
+
+@KINDS
+@pytest.mark.parametrize(("rates", "expected"), [([0.2, 0.3], [0.2, 0.3]), (0.2, [0.2, 0.2])])
+def test_initial_rates_of_stochastic_weight_averaging(kind: Any, tmp_path: Path, rates: Any, expected: Any) -> None:
+    class Groups(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            groups = self.trainer.optimizers[0].param_groups
+            self.found = [[group[name] for group in groups] for name in ("lr", "initial_lr", "swa_lr")]
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.1}]
+            return torch.optim.SGD(groups, lr=0.05)
+
+    module, averaging = Groups(), pl.callbacks.StochasticWeightAveraging(rates, swa_epoch_start=1)
+    with quiet_lightning():
+        make_trainer(kind, tmp_path, max_epochs=1, callbacks=[averaging]).fit(module, in_order(1))
+    assert module.found == [[0.05, 0.1], expected, expected]
+
+
+@pytest.mark.parametrize("base", [pytest.param(pl.LightningDataModule, id="lightning"), roomier.DataModule])
+def test_a_data_module_shows_its_sizes(base: Any) -> None:
+    class Data(base):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            self.train = in_order(2)
+
+        def train_dataloader(self) -> Any:
+            return self.train
+
+        def val_dataloader(self) -> Any:
+            return [in_order(1), DataLoader(Stream())]
+
+    data = Data()
+    others = "{Validation dataloader: 1. size=4 ; 2. size=NA}\n{Test dataloader: None}\n{Predict dataloader: None}"
+    assert str(data) == "{Train dataloader: None}\n" + others
+    data.setup("fit")
+    assert str(data) == "{Train dataloader: size=8}\n" + others

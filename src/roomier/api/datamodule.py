@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -118,6 +119,27 @@ class DataModule(HasHyperParameters, DataHooks):
 
     def on_exception(self, exception: BaseException) -> None:
         """Called if the run ends with ``exception``, before ``teardown``."""
+
+    def __str__(self) -> str:
+        """Return the sizes of the datasets, one line per kind of loader. As in Lightning, this creates the loaders."""
+        names = {"Train": "train", "Validation": "val", "Test": "test", "Predict": "predict"}
+        return os.linesep.join(f"{{{name} dataloader: {self._size(stage)}}}" for name, stage in names.items())
+
+    def _size(self, stage: str) -> str:
+        try:
+            loaders = getattr(self, f"{stage}_dataloader")()
+        except Exception:  # the method reads attributes that setup assigns
+            return "None"
+        if isinstance(loaders, DataLoader):
+            return f"size={_num_samples(loaders)}"
+        each = loaders.values() if isinstance(loaders, Mapping) else loaders or ()
+        sizes = (f"{number}. size={_num_samples(loader)}" for number, loader in enumerate(each, start=1))
+        return " ; ".join(sizes) or "None"
+
+
+def _num_samples(loader: Any) -> int | str:
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else "NA"
 
 
 def _loaders(datasets: Any, is_for_training: bool, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -24,6 +25,36 @@ class HyperParameters(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+def with_attributes(value: Any) -> Any:
+    """Return ``value`` with all dicts, also in lists and tuples, as :class:`HyperParameters`."""
+    if isinstance(value, dict):
+        return HyperParameters({name: with_attributes(item) for name, item in value.items()})
+    return type(value)(map(with_attributes, value)) if type(value) in (list, tuple) else value
+
+
+def without_configs(value: Any) -> Any:
+    """Return ``value`` with OmegaConf containers as dicts and lists, and with the values of their interpolations. A
+    container with a value that is missing or cannot be resolved becomes ``NotImplemented``, which is not plain.
+    """
+    omegaconf: Any = sys.modules.get("omegaconf")
+    if not hasattr(omegaconf, "OmegaConf"):
+        return value
+    if omegaconf.OmegaConf.is_config(value):
+        try:
+            return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except omegaconf.errors.OmegaConfBaseException:
+            return NotImplemented
+    if isinstance(value, dict):
+        return {name: without_configs(item) for name, item in value.items()}
+    return type(value)(map(without_configs, value)) if type(value) in (list, tuple) else value
+
+
+def plain_items(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that are plain data, without OmegaConf containers."""
+    found = {name: without_configs(value) for name, value in hparams.items()}
+    return {name: value for name, value in found.items() if is_plain(value)}
 
 
 def is_plain(value: object) -> bool:
@@ -76,7 +107,8 @@ class HasHyperParameters:
         """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the stored arguments.
 
         Call this method in ``__init__``. Values that are not plain data, such as a network, are available in
-        ``hparams``, but are not saved in checkpoints. A notice reports such values.
+        ``hparams``, but are not saved in checkpoints. A notice reports such values. OmegaConf containers are saved as
+        dicts and lists. ``load_from_checkpoint`` passes dicts whose items are also attributes.
 
         Args:
             args: names of the arguments to store, or one mapping or namespace whose items are stored. Default: all
@@ -113,8 +145,9 @@ class HasHyperParameters:
             self.__dict__["_hparams_name"] = passed_as[0] if passed_as else None
         else:
             chosen = {name: arguments[name] for name in _known(args, arguments)} if args else arguments
+        plain = plain_items(chosen)
         for name, value in chosen.items():
-            if not is_plain(value):
+            if name not in plain:
                 notice(
                     f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}, so checkpoints do "
                     f"not contain it. Pass ignore=[{name!r}] to save_hyperparameters"
@@ -151,7 +184,7 @@ class HasHyperParameters:
 
 
 def _kept(value: Any) -> Any:
-    return copy.deepcopy(value) if is_plain(value) else value  # networks and datasets are not copied
+    return copy.deepcopy(value) if plain_items({"": value}) else value  # networks and datasets are not copied
 
 
 def _named_values(configuration: Any) -> dict[str, Any]:

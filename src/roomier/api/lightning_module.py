@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roomier.api.hparams import HasHyperParameters, HyperParameters, is_plain
+from roomier.api.hparams import HasHyperParameters, HyperParameters, plain_items
 from roomier.api.module import Module, WrappedModule
 from roomier.api.overrides import lightning_base, overrides
 from roomier.api.trainer_view import TrainerView
@@ -123,7 +123,7 @@ def described_hparams(module: Module) -> dict[str, Any]:
     of_user = module.network if isinstance(module, LightningAdapter) else module
     argument = vars(of_user).get("_hparams_name")
     return {
-        "hyperparameters": {name: value for name, value in hparams_of(of_user).items() if is_plain(value)},
+        "hyperparameters": plain_items(hparams_of(of_user)),
         # Lightning stores "kwargs" if the arguments were passed separately.
         **({} if argument in (None, "kwargs") else {"hyperparameters_argument": argument}),
     }
@@ -138,7 +138,7 @@ def described_datamodule(datamodule: Any) -> dict[str, Any]:
     argument = vars(datamodule).get("_hparams_name")
     return {
         "type": type(datamodule).__qualname__,
-        "hyperparameters": {name: value for name, value in hparams_of(datamodule).items() if is_plain(value)},
+        "hyperparameters": plain_items(hparams_of(datamodule)),
         **({} if argument in (None, "kwargs") else {"argument": argument}),
     }
 

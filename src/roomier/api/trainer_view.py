@@ -98,7 +98,7 @@ class TrainerView(Protocol):
 
     @property
     def interrupted(self) -> bool:
-        """True if a signal ended the last call."""
+        """True if a signal or an exception ended the last call."""
 
     @property
     def received_sigterm(self) -> bool:

@@ -123,6 +123,8 @@ class LearningRateMonitor(Callback):
         for optimizer, name, own_interval, suffixes in _named_optimizers(trainer):
             if (self.logging_interval or own_interval or interval) != interval:
                 continue
+            if name in self.lrs and name + suffixes[0] != name:  # groups were added: the first one keeps its rates
+                self.lrs[name + suffixes[0]] = self.lrs.pop(name)
             for group, suffix in zip(optimizer.param_groups, suffixes, strict=True):
                 full_name = name + suffix
                 rates[full_name] = float(group["lr"])

@@ -19,7 +19,7 @@ import torch
 
 from roomier import checkpoint
 from roomier.api.callback import Callback
-from roomier.api.hparams import is_plain
+from roomier.api.hparams import plain_items
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.checkpoint.shown import lightning_entries
@@ -121,7 +121,7 @@ def save_weights_after(
             "plan": run.plan.to_dict(),
             "progress": run.progress.state(),
             "epoch": run.current_epoch,
-            "hyperparameters": {name: each for name, each in run.module.hparams.items() if is_plain(each)},
+            "hyperparameters": plain_items(run.module.hparams),
             "module": weights,
         }
         folder.mkdir(parents=True, exist_ok=True)

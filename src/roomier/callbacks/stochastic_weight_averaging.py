@@ -226,7 +226,10 @@ class StochasticWeightAveraging(HoldsAverage):
 
     def _replace_scheduler(self, trainer: TrainerView) -> SWALR:
         run = run_of(trainer, "StochasticWeightAveraging")
-        rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
+        groups = trainer.optimizers[0].param_groups
+        rates = self._rates if len(self._rates) > 1 else self._rates * len(groups)
+        for group, rate in zip(groups, rates, strict=True):
+            group["initial_lr"] = rate
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
         self._former_state = run.schedulers.are_there, run.schedulers.watch_each_step
         run.schedulers.are_there = run.schedulers.watch_each_step = False

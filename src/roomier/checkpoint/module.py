@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.api.hparams import HyperParameters
+from roomier.api.hparams import with_attributes
 from roomier.api.module import Module, network_of
 from roomier.api.overrides import is_one, overrides
 from roomier.checkpoint.commit import at_home
@@ -179,8 +179,9 @@ def _hyperparameters(hparams_file: str | Path | None, stored: dict[str, Any]) ->
 def _constructed(
     cls: type[T], path: str | Path, stored: Mapping[str, Any], argument: str | None, init_arguments: Mapping[str, Any]
 ) -> T:
+    stored = with_attributes(stored)
     if argument in inspect.signature(cls).parameters:  # __init__ accepts all hyperparameters in one argument
-        stored = {str(argument): HyperParameters(stored)}
+        stored = {str(argument): stored}
     arguments = {**_accepted_by(cls, stored), **init_arguments}
     try:
         return cls(**arguments)

@@ -91,6 +91,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._vote = Vote(self.ranks)
+        self._is_minimum_reported = False
 
     # Facts that are read often.
 
@@ -161,9 +162,16 @@ class Run:
 
     @property
     def has_minimum(self) -> bool:
-        """True if the minimum numbers of epochs and steps are reached, so a request to stop ends training."""
+        """True if the minimum numbers of epochs and steps are reached, so a request to stop ends training. A notice
+        reports the first request that does not end training.
+        """
         progress, options = self.progress, self.settled.request.options
-        return progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
+        done = {"min_epochs": progress.epoch, "min_steps": progress.global_step}
+        missing = [f"{name}={least}" for name in done if done[name] < (least := getattr(options, name) or 0)]
+        if missing and not self._is_minimum_reported:
+            self._is_minimum_reported = True
+            notice(f"a stop was requested, but training continues until {' and '.join(missing)} is reached")
+        return not missing
 
     @property
     def log_step(self) -> int:

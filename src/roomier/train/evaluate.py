@@ -47,7 +47,13 @@ class EvaluationCutError(Exception):
 
 
 def evaluate(
-    run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float], *, keeps_predictions: bool = True
+    run: Run,
+    stage: str,
+    sources: Sequence[Source],
+    limits: Sequence[float],
+    *,
+    keeps_predictions: bool = True,
+    kept: list[list[Any]] | None = None,
 ) -> list[list[Any]]:
     """Process all batches of ``sources`` once in evaluation mode, without gradients.
 
@@ -55,6 +61,7 @@ def evaluate(
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: maximum number of batches of each source, over all ranks.
         keeps_predictions: if True, return the outputs of ``"predict"``.
+        kept: empty list that is filled and returned, so that hooks can read it.
 
     Returns:
         For ``"predict"``, a list for each source with the outputs of the step, one for each batch, in host memory. For
@@ -66,7 +73,7 @@ def evaluate(
     """
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
-    kept, rows = list[list[Any]](), StepRows(results.num_evaluated)
+    kept, rows = [] if kept is None else kept, StepRows(results.num_evaluated)
     run.engine.settle()
     take_statistics_of_rank_zero(run)
     epoch = run.progress.epoch

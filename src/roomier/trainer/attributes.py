@@ -151,7 +151,7 @@ class TrainerAttributes(TrainerView):
         log_dir: the folder of the last run.
         read_path: the checkpoint that the last call read.
         set_path: the value that the user assigned to ``ckpt_path``.
-        was_interrupted: True if a signal ended the last call.
+        was_interrupted: True if a signal or an exception ended the last call.
     """
 
     barebones = False
@@ -500,7 +500,7 @@ class TrainerAttributes(TrainerView):
 
     @property
     def interrupted(self) -> bool:
-        """True if a signal ended the last call."""
+        """True if a signal or an exception ended the last call."""
         run = self.run
         is_of_call = run is not None and run.settled.request is self.request
         return self.was_interrupted or bool(self.is_running and run and is_of_call and run.now.is_interrupted)

@@ -155,7 +155,7 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
                 raise SystemExit(128 + signal.SIGINT) from error
         raise
     finally:
-        trainer.was_interrupted = status == "interrupted"
+        trainer.was_interrupted = status != "success"
         if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
             with suppress(OSError):  # rmdir fails if the run has written files
                 Path(trainer.log_dir).rmdir()

@@ -40,6 +40,7 @@ from roomier.trainer.keywords.arguments import (
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.lightning.checkpoints import save_lightning_file, saves_file
+from roomier.trainer.lightning.views import PredictLoop
 from roomier.trainer.report import by_loader, metrics_table, report_end
 from roomier.trainer.session import request_of, session
 from roomier.trainer.tuner.before_fit import check_flags, tune, write_picture
@@ -325,10 +326,12 @@ class Trainer(TrainerAttributes):
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
-        is_returned = self.predict_loop.return_predictions = return_predictions is not False
+        is_returned = return_predictions is not False
+        self.predict_loop = PredictLoop(is_returned)
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
-            sources, limits = run.batches.evaluated, run.batches.limits
-            outputs = evaluate(run, "predict", sources, limits, keeps_predictions=is_returned) if sources else []
+            sources, limits, outputs = run.batches.evaluated, run.batches.limits, self.predict_loop.returned
+            if sources:
+                evaluate(run, "predict", sources, limits, keeps_predictions=is_returned, kept=outputs)
         if not (is_returned and outputs):
             return None
         return outputs[0] if len(outputs) == 1 else outputs
@@ -358,7 +361,7 @@ class Trainer(TrainerAttributes):
                 another rank stops requesting predictions.
             SystemExit: a signal ended the run. The iterator raises this exception.
         """
-        self.predict_loop.return_predictions = False
+        self.predict_loop = PredictLoop()
         stream = opened_stream(self._evaluation("predict", model, dataloaders, ckpt_path, datamodule))
         next(stream)
         return stream

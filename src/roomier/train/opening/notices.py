@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from roomier.api.datamodule import DataModule
+from roomier.api.hparams import plain_items
 from roomier.api.lightning_module import logged_hparams_of
 from roomier.api.module import Module, network_of
 from roomier.api.overrides import overrides
@@ -102,4 +103,5 @@ def hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dic
             problem = "the module and the DataModule set this hyperparameter to different values"
             action = f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})"
             raise RoomierError("hparams", {name: (of_module[name], of_data[name])}, problem, action)
-    return {**of_data, **of_module}
+    merged = {**of_data, **of_module}
+    return {**merged, **plain_items(merged)}

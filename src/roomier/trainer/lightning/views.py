@@ -70,7 +70,8 @@ class EpochLoop:
         run = self._trainer.fitted
         if run is None:
             return _progress(0, 0)
-        done, before = run.progress.batch_idx, run.progress.num_batches - run.progress.batch_idx
+        done = run.progress.batch_idx or (0 if run.results.is_in_batch else run.now.batch_idx + 1)
+        before = run.progress.num_batches - done
         begun = max(done, run.now.batch_idx + 1) if run.results.is_in_batch else done
         return _progress(begun, done, before)
 
@@ -359,15 +360,18 @@ class PredictLoop:
         current_batch_number: number of the current batch, counted over all ranks.
         current_batch_indices: dataset indices of the samples in the current batch. The list is empty if the loader is
             not a DataLoader that reads the dataset in order.
-        epoch_batch_indices: dataset indices of the samples in each batch so far, as one list per loader.
+        epoch_batch_indices: dataset indices of the samples in each batch so far, as one list per loader. The lists are
+            empty if no callback writes predictions at the end.
         return_predictions: True if ``predict`` returns the predictions.
+        returned: predictions that ``predict`` returns, as one list per loader that is complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, return_predictions: bool = False) -> None:
         self.current_batch_number = -1
         self.current_batch_indices: list[int] = []
         self.epoch_batch_indices: list[list[list[int]]] = []
-        self.return_predictions = False
+        self.return_predictions = return_predictions
+        self.returned: list[list[Any]] = []
         self._predictions: list[list[Any]] = []
 
     @property
@@ -377,12 +381,13 @@ class PredictLoop:
 
     @property
     def predictions(self) -> list[Any]:
-        """Predictions for the batches of this rank, in host memory. With several loaders, the value is one list per
-        loader.
+        """Predictions in host memory. With several loaders, the value is one list per loader.
 
-        Predictions are stored only if a callback writes them at the end.
+        If a callback writes predictions at the end, these are the predictions of this rank. Otherwise, these are the
+        predictions that ``predict`` returns, which are available from ``on_predict_epoch_end`` on.
         """
-        return self._predictions[0] if self.num_dataloaders == 1 else self._predictions
+        found = self._predictions if any(self._predictions) else self.returned
+        return found[0] if len(found) == 1 else found
 
     def begin(self, num_loaders: int) -> None:
         """Start a prediction over ``num_loaders`` loaders."""
@@ -397,11 +402,11 @@ class PredictLoop:
             number: number of the batch, counted over all ranks.
             indices: dataset indices of the samples in the batch.
             output: prediction for the batch.
-            is_kept: True to store the prediction.
+            is_kept: True to store the indices and the prediction.
         """
         self.current_batch_number, self.current_batch_indices = number, indices
-        self.epoch_batch_indices[loader_number].append(indices)
         if is_kept:
+            self.epoch_batch_indices[loader_number].append(indices)
             self._predictions[loader_number].append(map_tensors(lambda tensor: tensor.cpu(), output))
 
 
