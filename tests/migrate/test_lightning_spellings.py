@@ -318,7 +318,7 @@ OF_TRAINER = [
     Spelling({"profiler": "pytorch"}),
     Spelling({"profiler": "xla"}, error="Use 'simple'"),
     Spelling({"max_time": timedelta(hours=1)}, options={"max_time_s": 3600.0}),
-    Spelling({"val_check_interval": "00:00:10:00"}, error="an integer"),
+    Spelling({"val_check_interval": "00:00:10:00"}, options={"val_check_interval_s": 600.0}),
     Spelling({"gradient_clip_val": 0}),
     Spelling({"gradient_clip_val": 1}, {"batch.gradient_clip_val": 1.0}),
     Spelling({"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, CLIP_VALUE),

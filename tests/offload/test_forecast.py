@@ -177,7 +177,7 @@ def test_bytes_and_traffic_of_parameters(settings: dict[str, Any], tmp_path: Pat
     engine = roomier.prepare(network, None, plan=plan)
     updates = engine._updates
     assert isinstance(updates, OffloadedUpdates)
-    tier: Any = updates._parameters._residency._tier  # type: ignore[attr-defined]
+    tier: Any = updates.parameters._residency._tier  # type: ignore[attr-defined]
     read, written = train_steps(engine, network, tier, plan.batch.accumulate_grad_batches)
     forecast = forecast_of(plan)
     assert (forecast.disk_bytes, forecast.traffic.disk_written_bytes) == (tier.disk_bytes, written)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,6 @@ from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.tiers.disk import DiskTier
 from roomier.techniques.tiers.scratch import Scratch
 from roomier.techniques.tiers.tier import HostTier, Tier
-
-if TYPE_CHECKING:
-    from roomier.techniques.offload.residency import Residency
-
 
 NUM_BUFFERS = 4
 """Number of buffers in the ring of a disk tier that stores parameters."""

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch defines it conditionally
 from torch.nn.parallel import DistributedDataParallel
 
 from roomier.core import torch_fake, torch_private
@@ -204,7 +203,7 @@ def _dtype_name(parameter: nn.Parameter) -> str:
     return str(parameter.dtype)
 
 
-def send_rounded(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def send_rounded(dtype, bucket):  # type: ignore[no-untyped-def]  # DDP rejects the text that annotations are here
     """All-reduce the gradients of ``bucket`` in ``dtype``, as a communication hook for DDP.
 
     torch provides ``bf16_compress_hook``, which DDP rejects on a CPU.
