@@ -1,5 +1,6 @@
 """Timer, LambdaCallback, DeviceStatsMonitor, RichModelSummary, OnExceptionCheckpoint, and a custom callback."""
 
+import inspect
 import json
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import roomier
+from roomier import callbacks
 from roomier.callbacks import (
     Callback,
     DeviceStatsMonitor,
@@ -35,6 +37,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     tick = lambda *_: now.__setitem__(0, now[0] + 1.0)  # noqa: E731
     return LambdaCallback(on_train_batch_start=tick, on_validation_batch_start=tick)
+
+
+def test_hooks_of_public_callbacks_accept_the_arguments_by_name() -> None:
+    bases = {name: inspect.signature(hook) for name, hook in vars(Callback).items() if name.startswith("on_")}
+    for name in callbacks.__all__:
+        for hook, base in bases.items():
+            if isinstance(public := getattr(callbacks, name), type) and issubclass(public, Callback):
+                inspect.signature(getattr(public, hook)).bind(**dict.fromkeys(base.parameters))
 
 
 def test_timer_stops_training_at_the_step_or_epoch(make_trainer: Make, scripted: Any, batches: Any, clock: Any) -> None:

@@ -82,6 +82,17 @@ def test_arguments_that_others_imply(tmp_path: Path, keywords: dict[str, Any]) -
     assert shown["num_sanity_val_steps"] in (0, 2, math.inf)
 
 
+def test_arguments_set_between_runs_are_no_longer_implied() -> None:
+    trainer = Trainer(max_steps=10)
+    trainer.max_steps = -1
+    assert trainer.max_epochs is None
+    trainer = Trainer(fast_dev_run=True, max_epochs=5, limit_val_batches=7)
+    trainer.min_epochs = 2
+    assert (trainer.max_epochs, trainer.limit_val_batches) == (1, 1)
+    trainer.fast_dev_run = False
+    assert (trainer.max_epochs, trainer.limit_val_batches, trainer.min_epochs) == (5, 7, 2)
+
+
 class Foreign:
     """Scheduler without torch's interface, which only the module steps."""
 
@@ -120,6 +131,17 @@ def test_schedulers_of_manual_optimization_need_no_monitor(kind: Any, tmp_path: 
         trainer = make_trainer(kind, tmp_path, max_epochs=2)
         trainer.fit(Manual(), in_order(2))
     assert trainer.global_step == 4
+
+
+def test_a_function_is_no_scheduler_of_manual_optimization(tmp_path: Path) -> None:
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1)], [lambda epoch: 0.5]
+
+    with pytest.raises(roomier.RoomierError, match="is not a scheduler"):
+        make_trainer(Trainer, tmp_path, max_epochs=1).fit(Manual(), in_order(2))
 
 
 @KINDS

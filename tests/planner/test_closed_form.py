@@ -9,19 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
+from roomier.core.world import World
+from roomier.engine.build import build
+from roomier.engine.eager import EagerEngine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.formula.trace import take_deep_trace, take_trace
+from roomier.planner.formula.trace import _as_if_sharded, take_deep_trace, take_trace, traced_plan
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
 from roomier.techniques.activation.copies import MIN_BYTES
+from roomier.techniques.optim.configured import Configured
 from tests.covering import few
 from tests.planner.models import MODELS
 
@@ -230,3 +237,16 @@ def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:
         asked.memory(plan, 2)
         spent_s.append(time.process_time() - begin_s)
     assert min(spent_s) < 0.1  # about 5 ms on an idle machine
+
+
+def test_norms_of_narrow_blocks_are_gathered_in_float32() -> None:
+    config = GPTConfig(100, 16, num_layers=2, num_heads=2, width=32, dropout=0.0)
+    plan = make_plan("zero3", 2, precision="bf16-mixed")
+    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
+        module = shapes_of(as_module(GPT(config)), torch.float32)
+        engine, _ = build(traced_plan(plan), module, lambda _: Configured([]), EagerEngine, ranks)
+        inner = _as_if_sharded(engine, torch.bfloat16)
+        dtypes = {type(each): each.weight.dtype for each in engine.blocks[0].modules() if hasattr(each, "weight")}
+        engine.close()
+    assert inner
+    assert dtypes == {nn.LayerNorm: torch.float32, nn.Linear: torch.bfloat16}

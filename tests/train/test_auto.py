@@ -185,6 +185,12 @@ def test_memory_budget_splits_micro_batches_and_keeps_the_global_batch(capfd: An
     assert sum(losses[accumulated:]) / accumulated == pytest.approx(whole[1], rel=1e-4)
 
 
+def test_a_time_between_validations_counts_no_micro_batches() -> None:
+    trainer = roomier.Trainer(**{**QUIET, "strategy": "auto", "max_epochs": 1, "val_check_interval": "00:01:00:00"})
+    trainer.fit(Net(), DataLoader(Noisy(), batch_size=4))
+    assert not any("counts micro-batches" in each.reason for each in trainer.choice.considered)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("counting", [{"limit_train_batches": 3}, {"val_check_interval": 2}, {"fast_dev_run": True}])
 def test_micro_batches_are_kept_if_a_setting_counts_them(counting: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class DeviceStatsMonitor(Callback):
         if is_first and (step + 1) % trainer.log_every_n_steps == 0:
             self._log(trainer, "on_train_batch_start")
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         step = trainer.global_step
         if step == self._last_step:
             return

@@ -93,7 +93,7 @@ class LearningRateMonitor(Callback):
         if (step + 1) % self._log_every_n_steps == 0:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         step = run_of(trainer, "lrs").log_step
         if self._step_rates and step > self._read_at_step:
             self._logged, self._step_rates = (step, self._step_rates), {}

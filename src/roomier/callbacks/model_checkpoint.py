@@ -313,8 +313,7 @@ class ModelCheckpoint(Callback):
             return
         self._uncommitted = None
         run_folder = Path(trainer.log_dir).absolute()
-        if self.dirpath is None:
-            self.dirpath = str(run_folder / "checkpoints")
+        self.dirpath = os.path.abspath(os.path.expanduser(self.dirpath or run_folder / "checkpoints"))
         folder, name = os.path.split(run_of(trainer, "ModelCheckpoint").settled.start.given_path)
         is_here = folder == os.path.realpath(self.dirpath)
         self._keep = replace(self._keep, given_path=os.path.join(self.dirpath, name) if is_here else "")

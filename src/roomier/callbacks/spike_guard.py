@@ -212,7 +212,7 @@ class SpikeGuard(Callback):
         message = f"{self._describe(trainer, place, size, problem)}; the step is skipped"
         self._count_bad(trainer, message)
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._pending and step > 0 and step % every == 0:
             self._judge_pending(trainer)

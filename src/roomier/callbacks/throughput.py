@@ -82,7 +82,9 @@ class Throughput(Callback):
         self._last_step = trainer.global_step
         self._start_window()
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
         step = trainer.global_step
         if self._began_s is None:
             if step != self._last_step:

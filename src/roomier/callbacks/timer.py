@@ -122,7 +122,7 @@ class Timer(Callback):
     on_test_start, on_test_end = _hooks_of("test")
     on_predict_start, on_predict_end = _hooks_of("predict")
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         if self._interval == "step":
             self._check(trainer)
 

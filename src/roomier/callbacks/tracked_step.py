@@ -146,7 +146,7 @@ class TracksStep(Callback, ABC):
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         return trainer.global_step + (self.at_step or usual_step_of(trainer))
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         if self._tracked is None:
             return
         tracker = self._tracked.end_batch(trainer)

@@ -136,7 +136,7 @@ class WeightAveraging(HoldsAverage):
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._held(trainer).join(self._tensors(trainer))  # add parameters that have been unfrozen
 
-    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
             self._update(trainer)

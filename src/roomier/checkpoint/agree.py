@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from roomier.core.errors import CheckpointError, RoomierError, Shown, shorten
+from roomier.core.errors import CheckpointError, CombinedError, RoomierError, Shown, shorten
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
@@ -51,7 +51,7 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
 def _failure(error: BaseException) -> RoomierError:
     # The received object is sent as text, because it may exist only in the process of the failed rank.
-    if isinstance(error, RoomierError):
+    if isinstance(error, RoomierError) and not isinstance(error, CombinedError):
         return type(error)(error.field, Shown(shorten(error.received)), error.problem, error.action)
     problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return CheckpointError("checkpoint", Shown("<failed>"), problem, "See the traceback of the failed rank")

@@ -88,9 +88,8 @@ def trainer_parser(verb: str) -> ArgumentParser:
 def add_data_and_options_of_lightning(parser: ArgumentParser, use: str) -> None:
     """Add the option ``--data``, and the options of ``LightningCLI`` that roomier's Trainer does not have, so that the
     YAML that LightningCLI prints can be used. The help does not list the hidden options."""
-    about = f"import path of a DataModule of roomier or Lightning; {use}"
     parser.add_subclass_arguments(
-        (DataModule, LightningDataModule), "data", fail_untyped=False, required=False, help=about
+        (DataModule, LightningDataModule), "data", fail_untyped=False, required=False, help=use
     )
     parser.add_subclass_arguments(
         Optimizer,

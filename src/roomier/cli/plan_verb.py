@@ -3,60 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
-
-from roomier.api.module import Module
-from roomier.api.overrides import overrides
-from roomier.cli import workloads
-from roomier.cli.options import parse
-from roomier.cli.report_verb import find_run
-from roomier.cli.trainer_verbs import current_folder_importable
-from roomier.cli.workloads import Asked
-from roomier.core.errors import RoomierError
-from roomier.core.log import notice
-from roomier.core.units import format_count
-from roomier.models.gpt import GPTConfig
-from roomier.plan import Plan
-from roomier.planner.hardware.cache import cache_file
-from roomier.trainer import Trainer
-
-if TYPE_CHECKING:
-    from roomier.planner.choice import Choice
-    from roomier.planner.hardware.machine import Machine
-    from roomier.planner.report.what_if import Grid
-import inspect
-from typing import TYPE_CHECKING
-
-from roomier.plan.migrate.deepspeed.objects import is_source
-from roomier.trainer.keywords.other_libraries import of_roomier
-
-if TYPE_CHECKING:
-    from roomier.planner.hardware.machine import Machine
-from collections.abc import Collection
-from dataclasses import asdict
-from pkgutil import resolve_name
-
 from torch import nn
 
 from roomier.api.callback import KeptWeights, kept_by
-from roomier.cli.options import VerbParser, add_data_and_options_of_lightning
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
+from roomier.cli import workloads
+from roomier.cli.options import VerbParser, add_data_and_options_of_lightning, parse
+from roomier.cli.report_verb import find_run
+from roomier.cli.trainer_verbs import current_folder_importable
+from roomier.cli.workloads import Asked
 from roomier.core.device.resolve import num_devices, resolve_device
-from roomier.core.units import parse_bytes
-from roomier.models.gpt import SIZES
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.units import format_count, parse_bytes
+from roomier.models.gpt import SIZES, GPTConfig
+from roomier.plan import Plan
 from roomier.plan.levers import without_host_tiers
+from roomier.plan.migrate.deepspeed.objects import is_source
+from roomier.planner.hardware.cache import cache_file
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.hardware.this_machine import this_machine
+from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import plan_of
+from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.lightning.callbacks import adopted
+
+if TYPE_CHECKING:
+    from roomier.planner.choice import Choice
+    from roomier.planner.report.what_if import Grid
 
 EXIT_NOTHING_FITS = 1
 

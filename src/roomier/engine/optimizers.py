@@ -48,8 +48,7 @@ def configure(
             ``configure_optimizers`` of a LightningModule returns None, a notice is printed instead, as in Lightning.
     """
     configured = read_configured(module.configure_optimizers())
-    if module.automatic_optimization:
-        check_schedulers(configured)
+    check_schedulers(configured, by_hand=not module.automatic_optimization)
     wanted = plan.optimizer
     if wanted.name is None:
         if configured.optimizers or not module.automatic_optimization:

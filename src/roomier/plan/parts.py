@@ -66,7 +66,8 @@ class Part:
     """Name of the part in a Plan, in YAML, and before the dot in error messages: ``"loss"`` for ``LossPlan``."""
 
     def __init_subclass__(cls) -> None:
-        cls.SECTION = cls.__name__.removesuffix("Plan").lower()
+        if cls.__base__ is Part:
+            cls.SECTION = cls.__name__.removesuffix("Plan").lower()
 
     def __post_init__(self) -> None:
         for name, hint in FIELDS[self.SECTION].items():

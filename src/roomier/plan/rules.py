@@ -266,7 +266,7 @@ def compression_settings_are_complete(plan: PlanParts) -> Iterator[PlanError]:
         problem = "is not supported with precision '16-mixed', in which gradients can be infinite"
         action = "Use precision='bf16-mixed', or set gradient_compression='none'"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
-    problem = "has no effect with gradient_compression, which sends its factors in the dtype of the weights"
+    problem = "has no effect with gradient_compression, which determines what is sent"
     yield from set_fields(plan, "parallel.reduce_dtype", problem, "Remove one of the two settings")
 
 

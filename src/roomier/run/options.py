@@ -121,8 +121,14 @@ class LoopOptions:
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
         if self.default_root_dir is not None:
             check_path("default_root_dir", self.default_root_dir, CheckpointError)
+        object.__setattr__(self, "_given", {name: getattr(self, name) for name in self.__dataclass_fields__})
         for name, value in self._implied().items():
             object.__setattr__(self, name, value)
+
+    def changed(self, name: str, value: Any) -> LoopOptions:
+        """Return options with a different value of the argument ``name``. Values that other arguments determine are
+        determined again."""
+        return LoopOptions(**{**self.__dict__["_given"], name: value})
 
     def _implied(self) -> dict[str, Any]:
         """Return the values of arguments that other arguments determine. The Trainer shows them, as in Lightning."""

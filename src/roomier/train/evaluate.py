@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roomier.api.hooks import step_of
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.errors import RoomierError, TrainingError, shorten
-from roomier.core.tree import leaves, tensors
-from roomier.core.world import World
-from roomier.run.progress import WindowBatches
-from roomier.run.run import Run, call
-
-if TYPE_CHECKING:
-    from roomier.run.run import Run
-
-
-from collections import Counter, deque
-
-from torch import nn
-
-from roomier.api.lightning_module import LightningAdapter
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.tree import map_tensors
+from roomier.core.errors import RoomierError, TrainingError, shorten
+from roomier.core.tree import leaves, map_tensors, tensors
+from roomier.core.world import World
 from roomier.data.source import Source
 from roomier.data.turns import Turn
 from roomier.run.logged.results import Results
-from roomier.run.run import Run
+from roomier.run.progress import WindowBatches
+from roomier.run.run import Run, call
 from roomier.run.states import RunningStage
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.train.step import transfer_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -15,9 +15,6 @@ from roomier.core.errors import TrainingError
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.run import Run
 from roomier.techniques.optim.proxy import OptimizerProxy
-
-if TYPE_CHECKING:
-    from roomier.run.run import Run
 
 
 class ManualOptimizer(OptimizerProxy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
-
-if TYPE_CHECKING:
-    from roomier.run.run import Run
-
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # These hooks run after on_train_batch_end. They may read gradients, which Lightning frees only in the next window.

@@ -544,4 +544,4 @@ class TrainerAttributes(TrainerView):
         if name in _OF_PLAN:
             self.requested_plan = self.plan = with_batch_field(self.requested_plan, name, value)
         else:
-            super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
+            super().__setattr__("options", self.options.changed(name, value))

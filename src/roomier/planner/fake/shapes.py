@@ -11,7 +11,7 @@ has no parameters and constructs itself in ``configure_model``, this method of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         for name, value in part.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules", "_trainer"):
-                yield from tensors(value)
+                # A dataclass can have fields that are not set, or refer to itself.
+                yield from tensors(value) if isinstance(value, (Tensor, Mapping, list, tuple)) else ()
 
 
 def _is_data(value: Any) -> bool:

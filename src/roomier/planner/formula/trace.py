@@ -352,8 +352,12 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
                 if not hasattr(module, "_roomier_part"):
                     module.register_forward_hook(without_views)
                 for each in module.parameters():
-                    if each not in made and dtype is not None:
-                        made[each] = nn.Parameter(torch.empty_like(each, dtype=dtype), each.requires_grad)
+                    if each not in made:  # the second group contains the weights of the first, which keep their dtype
+                        made[each] = (
+                            each
+                            if dtype is None
+                            else nn.Parameter(torch.empty_like(each, dtype=dtype), each.requires_grad)
+                        )
     for module in network.modules():
         for name, parameter in module._parameters.items():
             if parameter in made:

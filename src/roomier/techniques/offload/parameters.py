@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ class OffloadedParameters(Residency):
         for module, regions in self._reads.items():
             install(module, RegionForward(module, self, regions))
             # Hooks of the user can read parameters before the forward pass.
-            hook = module.register_forward_pre_hook(lambda *_, regions=regions: self.use(regions), prepend=True)
-            self._handles.append(hook)
+            hook = partial(_before_forward, self, regions)  # unlike a lambda, it is copied with the module
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     @contextmanager
     def running(self, regions: Regions) -> Iterator[None]:
@@ -129,6 +130,10 @@ class OffloadedParameters(Residency):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _before_forward(parameters: OffloadedParameters, regions: Regions, *_: Any) -> None:
+    parameters.use(regions)
 
 
 class RegionForward(WrappedForward):

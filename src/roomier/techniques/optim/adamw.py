@@ -120,16 +120,12 @@ class BlockwiseAdamW(NumberedOptimizer):
             problem = "is not supported with quantized moments"
             raise PlanError("optimizer.cautious", cautious, problem, "Use optimizer='adamw', or remove cautious")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises PlanError if the options of the group are invalid."""
-        super().add_param_group(param_group)
-        _check(self.param_groups[-1])
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._coded = []
         super().__setstate__(state)
 
     def _number(self, group: Mapping[str, Any]) -> None:
+        _check(group)
         super()._number(group)
         self._coded += [each for each in group["params"] if uses_codes(each.shape, group["state_bits"])]
         self._update_codes = None

@@ -90,17 +90,21 @@ def read_configured(returned: Any) -> Configured:
     raise RoomierError(FIELD, returned, "is not a supported return value", action)
 
 
-def check_schedulers(configured: Configured) -> None:
-    """Check that the loop can step each scheduler. With manual optimization, the module steps its schedulers.
+def check_schedulers(configured: Configured, *, by_hand: bool = False) -> None:
+    """Check that each scheduler can be saved, and that the loop can step it.
+
+    Args:
+        by_hand: True if the module steps its schedulers (manual optimization).
 
     Raises:
-        RoomierError: a scheduler has no method ``step``, or requires a metric but has no ``monitor``.
+        RoomierError: a scheduler lacks a method, or requires a metric but has no ``monitor``.
     """
+    method = "state_dict" if by_hand else "step"
     for config in configured.schedulers:
-        if isinstance(config.scheduler, Optimizer) or not callable(getattr(config.scheduler, "step", None)):
+        if isinstance(config.scheduler, Optimizer) or not callable(getattr(config.scheduler, method, None)):
             action = "Pass a torch.optim.lr_scheduler object"
             raise RoomierError(f"{FIELD}: lr_scheduler", config.scheduler, "is not a scheduler", action)
-        if config.reduce_on_plateau and config.monitor is None:
+        if config.reduce_on_plateau and config.monitor is None and not by_hand:
             action = "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}"
             raise RoomierError(
                 f"{FIELD}: monitor", None, "ReduceLROnPlateau requires the name of a logged metric", action

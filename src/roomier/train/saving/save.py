@@ -285,7 +285,8 @@ def report_nothing_to_do(run: Run) -> None:
         reason = f"{run.source.name} yields no batches" if has_none else "limit_train_batches=0 skips all batches"
         notice(f"nothing to train: {reason}")
     else:
-        limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
+        given = {name: getattr(options, name) for name in ("max_steps", "max_epochs", "max_time")}
+        limits = ", ".join(f"{name}={value}" for name, value in given.items() if value not in (None, -1))
         notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise the limits to continue")
 
 

@@ -214,7 +214,7 @@ def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | Non
     counts = {
         "limit_train_batches": options.limit_train_batches not in (None, 1.0, options.num_dev_batches),
         "overfit_batches": bool(options.overfit_batches),
-        "val_check_interval": options.val_check_interval not in (None, 1.0),
+        "val_check_interval": options.val_check_interval_s is None and options.val_check_interval not in (None, 1.0),
         "fast_dev_run": bool(options.num_dev_batches),
     }
     named = [name for name, is_set in counts.items() if is_set]
