@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import roomier
 from roomier import Trainer
@@ -196,6 +196,18 @@ def test_a_missing_file_of_hyperparameters_is_ignored(tmp_path: Path, capsys: py
     assert "missing.yaml' does not exist" in capsys.readouterr().err
 
 
+class OwnRegression(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def loss(self, batch: Any) -> Any:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Configured(roomier.Module):
     def __init__(self, config: Any, named: Any = None, listed: Any = ()) -> None:
         super().__init__()
@@ -337,3 +349,40 @@ def test_a_data_module_shows_its_sizes(base: Any) -> None:
     assert str(data) == "{Train dataloader: None}\n" + others
     data.setup("fit")
     assert str(data) == "{Train dataloader: size=8}\n" + others
+
+
+def without_even_batches(kept: list[int]) -> Any:
+    """Return a function that collates samples to None if their number in ``kept`` is even."""
+
+    def collate(samples: Any) -> Any:
+        kept.append(len(kept) % 2)
+        return default_collate(samples) if kept[-1] else None
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        pytest.param(pl.Trainer, Regression, marks=pytest.mark.more, id="lightning"),
+        pytest.param(Trainer, Regression, id="roomier"),
+        pytest.param(Trainer, OwnRegression, id="own"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_is_none_is_skipped(kind: Any, base: Any, tmp_path: Path, accumulate: int) -> None:
+    class Counts(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.indices: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.indices.append(batch_idx)
+            return self.loss(batch)
+
+    module = Counts()
+    loader = DataLoader(samples(4), 4, collate_fn=without_even_batches([]))
+    with quiet_lightning():
+        trainer = make_trainer(kind, tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
+        trainer.fit(module, loader)
+    assert module.indices == [1, 3]

@@ -63,7 +63,7 @@ class TrainingStep:
         self.validated_s = time.monotonic()
 
     def __call__(self, batch: Any, index: int) -> Any:
-        if self.skips_epoch:
+        if self.skips_epoch or batch is None:  # as in Lightning, a batch that is None has no loss
             return None
         self._output = output = self._training_step(batch, self.batch_idx)
         return output
@@ -83,9 +83,9 @@ class TrainingStep:
         """
         if self.skips_epoch:
             return
-        results = self._results
         self.batch_idx = self._now.batch_idx = self.first_batch + index
-        results.batch, results.is_in_batch = batch, True
+        self._results.batch = batch
+        self._results.is_in_batch = True
         for hook in self._starts:
             if hook(batch, self.batch_idx) == SKIP_EPOCH:
                 self.skips_epoch = True
