@@ -110,6 +110,7 @@ def bounds() -> tuple[int, int]:
     return tuple(train(Language(), fraction, WINDOWS).peak_bytes for fraction in (0.0, 1.0))  # type: ignore[return-value]
 
 
+@pytest.mark.more
 def test_budgets_are_met_and_used_if_copies_overlap(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
     move_by(monkeypatch, HIDDEN)
     plain = train(Language(), "none", WINDOWS)

@@ -226,6 +226,7 @@ def test_merging_removes_the_codes() -> None:
     assert set(network.state_dict()) == set(make_gpt().state_dict())
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 @pytest.mark.parametrize("code_format", few(FORMATS))
 def test_layers_compile_as_one_graph(code_format: str) -> None:

@@ -88,6 +88,7 @@ def assignments_of_rank(embeddings_VMD: Tensor) -> tuple[list[Tensor], Tensor]:
     return model.assign(own), model.queue
 
 
+@pytest.mark.more
 def test_assignments_on_two_ranks_equal_one_process(on_ranks: RankPool) -> None:
     embeddings_VMD = unit_rows(6)
     found = on_ranks(2, assignments_of_rank, embeddings_VMD)

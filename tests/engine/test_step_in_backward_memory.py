@@ -85,6 +85,7 @@ def on_rank(strategy: str, precision: str, batch: dict[str, Any]) -> dict[str, A
     return case_of(tracker, before)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("strategy", "precision", "batch"),
     few(

@@ -20,7 +20,7 @@ def run_demo(script: Path, folder: Path, num_steps: int) -> subprocess.Completed
 @pytest.mark.parametrize(
     ("script", "num_steps", "is_enough"),
     [
-        (SMALL_DEMO, 160, True),
+        pytest.param(SMALL_DEMO, 160, True, marks=pytest.mark.more),
         pytest.param(DEMO, 8, False, marks=pytest.mark.slow),
         pytest.param(DEMO, 96, True, marks=pytest.mark.slow),
     ],

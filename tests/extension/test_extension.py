@@ -136,6 +136,7 @@ def peaks(folders: list[str]) -> list[dict[str, Any]]:
     return run(cases, Ranks(World(rank, size, rank, 0, size)))
 
 
+@pytest.mark.more
 def test_planner_forecasts_the_memory_technique_of_an_extension(on_ranks: RankPool, tmp_path: Path) -> None:
     plain, packed = on_ranks(2, peaks, installed(tmp_path), timeout_s=120)[0]
     assert plain["error"] == pytest.approx(0, abs=0.001)

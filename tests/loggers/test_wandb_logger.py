@@ -61,6 +61,7 @@ def switches() -> Any:
         yield
 
 
+@pytest.mark.more
 def test_fit_resume_and_test_use_one_run(make_trainer, line, loader, tmp_path: Path) -> None:
     logger = WandbLogger("first", offline=True, project="p", tags=["t"], prefix="x")
     trainer = make_trainer(logger=logger, max_steps=2, log_every_n_steps=1, enable_checkpointing=True)

@@ -1,5 +1,6 @@
 """With a fixed chunk, the temporary memory of a step does not depend on the vocabulary."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -55,6 +56,7 @@ def test_in_float32_the_peak_is_one_chunk_for_each_vocabulary() -> None:
     assert plain > 2 * 4 * VOCABULARIES[0] * TOKENS
 
 
+@pytest.mark.more
 def test_in_bf16_the_peak_is_one_chunk_in_two_dtypes_and_the_weight_in_bf16() -> None:
     """In addition, one chunk's contribution to the gradient of the weight exists in bf16."""
     peaks = [peak_beside_model(each, chunked=True, precision="bf16-mixed") for each in VOCABULARIES[::2]]

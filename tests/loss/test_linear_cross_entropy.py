@@ -121,6 +121,7 @@ def test_in_16_bits_the_error_is_as_small_as_in_torch(dtype: torch.dtype) -> Non
     assert apart < 1.5 * allowed < 0.05
 
 
+@pytest.mark.more
 def test_small_gradients_do_not_underflow_in_float16() -> None:
     """The forward does not have the loss scale, so small probabilities could underflow."""
     hidden = torch.full((2048, 1), 0.5, requires_grad=True)

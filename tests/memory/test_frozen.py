@@ -100,6 +100,7 @@ def test_adapters_on_one_rank(base: str, precision: str) -> None:
     check(found("single", precision, base), ("single", precision, base))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "calls",
     few(

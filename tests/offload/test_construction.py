@@ -127,6 +127,7 @@ def stored(folder: Path) -> Path:
     return index
 
 
+@pytest.mark.more
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(),
     reason="resets the peak memory of a process in /proc, which only Linux supports",

@@ -101,7 +101,7 @@ def check_same(found: nn.Module, expected: nn.Module) -> None:
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", few(MODES, 2))
+@pytest.mark.parametrize("mode", few(MODES))
 def test_hooks_see_complete_updates(mode: str, tmp_path: Path) -> None:
     for hooks in [(), *((each,) for each in HOOKS)]:
         expected = expected_with(hooks, 6)

@@ -324,6 +324,7 @@ class Dropped(Language):
     dropout = 0.3
 
 
+@pytest.mark.more
 def test_dropout_is_identical_under_every_strategy(on_ranks: RankPool) -> None:
     setup = Setup("ddp", 2, accumulate=2, num_steps=4)
     calls = [(Dropped, replace(setup, strategy=strategy)) for strategy in STRATEGIES]

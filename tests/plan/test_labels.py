@@ -316,6 +316,7 @@ ON_ONE_RANK = [name for name, compared in TABLE.items() if compared.num_ranks ==
 
 # tests/optim also compares the optimizers with plain PyTorch.
 OTHERS = {"optimizer.name=adamw", "optimizer.name=muon", "optimizer.name=adamw8bit"}
+MARKS["choice.memory_budget_bytes"] = [pytest.mark.more]
 MARKS |= {name: [pytest.mark.more] for name in ON_ONE_RANK if name.startswith("optimizer.name=") and name not in OTHERS}
 
 
@@ -376,6 +377,7 @@ def is_supported(name: str, **common: Any) -> bool:
 EXACT_ON_RANKS = [name for name, compared in TABLE.items() if compared.strategy is not None]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("strategy", "part"), few([("zero3", 0), ("zero3", 1), ("ddp", 0), ("ddp", 1)]))
 def test_exact_choices_on_two_ranks(on_ranks: RankPool, strategy: str, part: int) -> None:
     names = [name for name in EXACT_ON_RANKS if TABLE[name].strategy == strategy][part::2]

@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_round_trips_are_exact(plan: Plan) -> None:
     for back in (
         Plan.from_yaml(plan.to_yaml()),

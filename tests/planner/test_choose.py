@@ -95,6 +95,7 @@ def test_options_that_change_the_arithmetic_must_be_allowed() -> None:
     assert (modes, names) == ({"32-true", "bf16-mixed"}, {"adamw", "adamw8bit"})
 
 
+@pytest.mark.more
 def test_options_that_round_differently_within_a_rank_must_be_allowed() -> None:
     def inexact(asked: Plan) -> set[str]:
         plans = [each.plan for each in candidates(language(), asked, gpus()) if not each.reason]

@@ -48,6 +48,7 @@ def flops_of(run: DryRun) -> float:
     return sum(sum(each.flops.values()) for each in run.work.values())
 
 
+@pytest.mark.more
 def test_the_forecast_of_a_budget_is_between_full_and_no_recomputation() -> None:
     least, most = run_of(plan_of(policy="full")), run_of(plan_of())
     middle = (least.peak_bytes + most.peak_bytes) // 2
@@ -68,6 +69,7 @@ def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     assert found.remark.startswith("Activation budget: of 4 blocks, ")
 
 
+@pytest.mark.more
 def test_activations_in_host_memory_of_a_gpu_are_forecast_by_the_closed_form() -> None:
     given, plan = workload(64), plan_of()
     moved = replace(plan, offload=replace(plan.offload, activations="cpu"))
