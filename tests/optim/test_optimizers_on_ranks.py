@@ -1,4 +1,4 @@
-"""Lion and Muon on several ranks equal one rank, and resume from a checkpoint."""
+"""Optimizers on several ranks equal one rank, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
+from roomier.plan.choices import OPTIMIZERS as BY_NAME
+from roomier.plan.choices import Kind
 from tests.covering import few
 from tests.parallel.parity import Setup, Trained, distance, engine_of, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
 OPTIMIZERS = ["lion", "muon"]
+TESTED_ELSEWHERE = {"adamw", "sgd", "adafactor", *OPTIMIZERS}  # tests/parallel, and test_adafactor.py
+OTHERS = [name for name, each in BY_NAME.items() if each.kind is Kind.EXACT and name not in TESTED_ELSEWHERE]
 NUM_STEPS = 6
 LAYOUTS = [("zero3", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("ddp", 2, None), ("hsdp", 4, 2)]
 # The gradient of an attention key bias is zero up to rounding, and Lion uses its sign.
@@ -31,11 +35,20 @@ def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
 
 @pytest.mark.parametrize("layout", few(map(pytest.param, LAYOUTS)), ids=lambda layout: f"{layout[0]} on {layout[1]}")
 def test_ranks_train_as_one_process(on_ranks: RankPool, layout: tuple[str, int, int | None]) -> None:
+    check_ranks(on_ranks, layout, OPTIMIZERS)
+
+
+@pytest.mark.more
+def test_ranks_train_as_one_process_with_the_other_optimizers(on_ranks: RankPool) -> None:
+    check_ranks(on_ranks, ("zero2", 2, None), OTHERS)
+
+
+def check_ranks(on_ranks: RankPool, layout: tuple[str, int, int | None], optimizers: list[str]) -> None:
     """Use float64, in which the order of sums cannot change the values that Muon rounds to bfloat16."""
     strategy, num_ranks, shard_size = layout
     setup = Setup(strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", num_steps=NUM_STEPS)
-    calls = [(Language, replace(setup, optimizer=optimizer)) for optimizer in OPTIMIZERS]
-    for optimizer, by_rank in zip(OPTIMIZERS, on_ranks.each(num_ranks, train_on_ranks, calls), strict=True):
+    calls = [(Language, replace(setup, optimizer=optimizer)) for optimizer in optimizers]
+    for optimizer, by_rank in zip(optimizers, on_ranks.each(num_ranks, train_on_ranks, calls), strict=True):
         single = on_one_rank(on_ranks, optimizer, 2 * num_ranks)
         for trained in by_rank:
             for each in (single, trained):

@@ -141,7 +141,8 @@ def train_plain(recipe: str, start: Mapping[str, Tensor]) -> Run:
     if recipe == "lora":
         add_lora(module.network)
     module.load_state_dict(dict(start))
-    optimizers = OPTIMIZERS.get(recipe, adamw)(module.network)
+    uses_adamw = recipe in ("adamw", "clip by norm", "clip by value", "lora", *SCHEDULES)
+    optimizers = (adamw if uses_adamw else OPTIMIZERS[recipe])(module.network)
     schedules = [LambdaLR(each, SCHEDULES[recipe]) for each in optimizers if recipe in SCHEDULES]
     for batch in loader(GLOBAL_BATCH):
         module.zero_grad()

@@ -27,7 +27,7 @@ class Callback:
     Example:
         >>> class PrintLoss(roomier.Callback):
         ...     def on_train_epoch_end(self, trainer, pl_module):
-        ...         print(trainer.current_epoch, float(trainer.callback_metrics["loss"]))
+        ...         print(trainer.current_epoch, float(trainer.callback_metrics["train_loss"]))  # if the module logs it
         >>> trainer = roomier.Trainer(max_epochs=3, callbacks=[PrintLoss()])
     """
 

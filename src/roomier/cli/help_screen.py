@@ -203,7 +203,8 @@ def _described(name: str, option: Action) -> list[str]:
         documented = {
             each.arg_name: str(each.description) for each in docstring_parser.parse(PARTS[section].__doc__ or "").params
         }
-        texts.insert(1, f"Value: {_plain(documented[main])}")
+        values = _values(name)
+        texts.insert(1, f"Value: {_plain(documented[main])}" + (f" Values: {values}." if values else ""))
         for each in fields[1].split():
             shown = each.removeprefix("lora_").replace("frozen_base", "base")
             settings += _entry(f"  {shown}", _plain(documented[each]), 28)
