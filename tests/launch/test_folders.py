@@ -95,7 +95,7 @@ def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setitem(sys.modules, "__main__", main)
         monkeypatch.setattr(sys, "orig_argv", ["python", *words])
         monkeypatch.setattr(sys, "path", [str(tmp_path), os.path.dirname(os.__file__), "/elsewhere"])
-        monkeypatch.setattr(start, "FOLDER_AT_IMPORT", "/")
+        monkeypatch.setattr("roomier.launch.start.FOLDER_AT_IMPORT", "/")
 
     return start
 
