@@ -312,7 +312,7 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self._uncommitted = None
-        run_folder = Path(trainer.log_dir).absolute()
+        run_folder = Path(os.path.abspath(trainer.log_dir))
         self.dirpath = os.path.abspath(os.path.expanduser(self.dirpath or run_folder / "checkpoints"))
         folder, name = os.path.split(run_of(trainer, "ModelCheckpoint").settled.start.given_path)
         is_here = folder == os.path.realpath(self.dirpath)
