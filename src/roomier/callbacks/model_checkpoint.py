@@ -312,8 +312,9 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self._uncommitted = None
-        run_folder = Path(os.path.abspath(trainer.log_dir))
-        self.dirpath = os.path.abspath(os.path.expanduser(self.dirpath or run_folder / "checkpoints"))
+        run_folder = Path(trainer.log_dir).absolute()
+        if self.dirpath is None:
+            self.dirpath = str(run_folder / "checkpoints")
         folder, name = os.path.split(run_of(trainer, "ModelCheckpoint").settled.start.given_path)
         is_here = folder == os.path.realpath(self.dirpath)
         self._keep = replace(self._keep, given_path=os.path.join(self.dirpath, name) if is_here else "")
@@ -458,7 +459,7 @@ class ModelCheckpoint(Callback):
         """Complete the work after the save of ``path``. The link ``last`` is updated first, because the checkpoint to
         which this link points may be removed.
         """
-        if self._keep.last and os.path.dirname(path) == self.dirpath:
+        if self._keep.last and path and Path(path).parent == Path(str(self.dirpath)):
             self._point_last_to(path)
         self._remove_superseded(paths_of_others)
 
