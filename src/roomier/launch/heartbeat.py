@@ -365,11 +365,11 @@ def note_of(late: Late) -> str:
 
 
 def report_of(late: Sequence[Late]) -> str:
-    """Return the line that precedes the positions of all ranks."""
+    """Return the line that goes with the positions of all ranks."""
     left_s = min(each.left_s for each in late if each.left_s is not None)
     return (
         f"{problem_of(late)}. If this does not change, the run ends in {format_seconds(max(0.0, left_s))} "
-        "(hang_timeout). The position and the Python stack of each rank follow"
+        "(hang_timeout). Each rank prints its position and its Python stack"
     )
 
 
