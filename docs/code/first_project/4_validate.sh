@@ -1,0 +1,1 @@
+roomier validate --model project.Model --data project.Code --ckpt_path last
