@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import torch
-
 from project import Model
 
 (checkpoint,) = Path("runs").glob("*/checkpoints/*")

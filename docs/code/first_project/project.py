@@ -34,11 +34,11 @@ class Model(roomier.Module):
         self.gpt = GPT(GPTConfig(vocab_size=256, context=64, num_layers=2, num_heads=4, width=width))
 
     def training_step(self, batch, batch_idx):
-        logits, loss = self.gpt(**batch)
+        _, loss = self.gpt(**batch)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        logits, loss = self.gpt(**batch)
+        _, loss = self.gpt(**batch)
         self.log("val_loss", loss, prog_bar=True)
 
     def configure_optimizers(self):
