@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SLURM := .cache/slurm
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1
+DOCS := .cache/docs
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
 # Two processes share the test files, and each has its own pool of ranks. `make test PARALLEL=` uses one process.
@@ -16,7 +17,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu lint style types format clean
+.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu docs lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -26,6 +27,7 @@ help:
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
+	@echo 'make docs          build the documentation in site/ and check it'
 	@echo 'make lint          ruff, mypy and import-linter'
 	@echo 'make format        let ruff rewrite the files'
 	@echo 'make clean         remove .venv, caches and runs'
@@ -90,6 +92,18 @@ gpu: install
 	$(BIN)/python -m benchmarks gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
 	exit $$failed
 
+# The tools of the site have their own virtual environment without torch. Zensical builds the site. MkDocs also reports,
+# for example, pages without a place in the navigation. Zensical's option --clean would remove all folders of .cache.
+docs: $(DOCS)/.installed
+	@find .cache -maxdepth 1 -type f -delete
+	$(DOCS)/bin/zensical build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet --site-dir $(DOCS)/mkdocs
+
+$(DOCS)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
 lint: style types
 
 style: install
@@ -105,5 +119,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache build dist runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache build dist runs site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+"""The code of the documentation runs and prints the output that the pages show."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.code import ROOT, difference, expected_output, outputs, pages
+
+IN_MAKE_TEST = ("index",)
+"""Pages whose code runs in ``make test``. The code of the other pages runs in ``make test-more``."""
+
+
+PAGES = [pytest.param(page, marks=() if page in IN_MAKE_TEST else pytest.mark.more) for page in pages()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_of_a_page_prints_the_output_on_the_page(page: str, tmp_path: Path) -> None:
+    for path, output in outputs(page, tmp_path):
+        changed = difference(expected_output(path), output)
+        assert not changed, f"python -m tests.docs.record {page}: {path.relative_to(ROOT)}\n{changed}"
+
+
+def test_only_words_and_numbers_that_do_not_depend_on_the_machine_are_compared() -> None:
+    recorded = (
+        "epoch 1/2 | step 9/20 | 678 it/s | ETA 0:01\nloss 0.500 after 3 steps in 0:02 at 2.1k tokens/s (1.5 s)\n"
+    )
+    assert difference(recorded, "loss 0.505 after 3 steps in 0:12 at 900 tokens/s (15.0 s)\n") == ""
+    for wrong in ("loss 0.600 after 3 steps", "loss 0.500 after 4 steps", "loss 0.500 before 3 steps"):
+        changed = difference(recorded, recorded.replace("loss 0.500 after 3 steps", wrong))
+        assert f"+{wrong}" in changed
+    assert difference(recorded, "") != ""
