@@ -1,7 +1,7 @@
 """The code of the documentation: each folder of ``docs/code`` holds the files of one page and their output.
 
 Files whose names start with a digit run in this order, in one folder, as a reader would run them. A file whose name
-ends in ``_fails`` must exit with an error. The output of ``1_fit.sh`` is ``1_fit.out``, which the page includes.
+ends in ``_fails`` must exit with an error, and the output of ``_varies`` depends on the processor. The output of ``1_fit.sh`` is ``1_fit.out``, which the page includes.
 """
 
 import difflib
@@ -99,6 +99,11 @@ def expected_output(path: Path) -> str:
     """Return the recorded output of a file, which is empty if the file prints no output."""
     recorded = path.with_suffix(".out")
     return recorded.read_text() if recorded.exists() else ""
+
+
+def changes(path: Path, output: str) -> str:
+    """Return the lines of a file's output that differ from its recorded output; "" if none differ."""
+    return "" if path.stem.endswith("_varies") else difference(expected_output(path), output)
 
 
 def difference(expected: str, actual: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.code import ROOT, difference, expected_output, outputs, pages
+from tests.docs.code import ROOT, changes, difference, outputs, pages
 
 IN_MAKE_TEST = ("index",)
 """Pages whose code runs in ``make test``. The code of the other pages runs in ``make test-more``."""
@@ -16,7 +16,7 @@ PAGES = [pytest.param(page, marks=() if page in IN_MAKE_TEST else pytest.mark.mo
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_a_page_prints_the_output_on_the_page(page: str, tmp_path: Path) -> None:
     for path, output in outputs(page, tmp_path):
-        changed = difference(expected_output(path), output)
+        changed = changes(path, output)
         assert not changed, f"python -m tests.docs.record {page}: {path.relative_to(ROOT)}\n{changed}"
 
 

@@ -4,6 +4,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roomier
 from roomier.models.gpt import GPT, GPTConfig
 
+roomier.seed_everything(0)
 tokens = torch.randint(0, 256, (64, 129))
 data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
 model = GPT(GPTConfig(vocab_size=256, context=128, num_layers=8, num_heads=4, width=256))
