@@ -1,7 +1,8 @@
 """The code of the documentation: each folder of ``docs/code`` holds the files of one page and their output.
 
 Files whose names start with a digit run in this order, in one folder, as a reader would run them. A file whose name
-ends in ``_fails`` must exit with an error, and the output of ``_varies`` depends on the processor. The output of ``1_fit.sh`` is ``1_fit.out``, which the page includes.
+ends in ``_fails`` must exit with an error, and the output of ``_varies`` is not compared, because it depends on the
+processor. The output of ``1_fit.sh`` is ``1_fit.out``, which the page includes.
 """
 
 import difflib
