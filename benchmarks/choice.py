@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.machine import circumstances
 from benchmarks.models.bert import Bert, BertConfig
 from benchmarks.models.resnet import Classifier
 from benchmarks.options import table_of
 from benchmarks.rank_processes import on_this_rank, run_on_ranks
-from benchmarks.step_time import MLP
 from benchmarks.training import Steps, Trained
 from roomier.api.module import Module
 from roomier.core.ranks import Ranks
@@ -56,6 +55,27 @@ _SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 KINDS = tuple(_SIZES)
 _NUM_CLASSES = 100
+
+
+class MLP(Module):
+    """Residual blocks of two linear layers."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+            for _ in range(num_blocks)
+        )
+
+    def model_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
+        inputs, targets = batch
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return (inputs - targets).square().mean()
 
 
 @dataclass(frozen=True)

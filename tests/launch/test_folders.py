@@ -44,7 +44,7 @@ def project(tmp_path: Path) -> Path:
         pytest.param(["-m", "scripts.changes_folder", "a", "b"], marks=pytest.mark.slow),
     ],
 )
-def test_a_script_can_change_its_folder_before_it_imports_roomier(project: Path, words: list[str]) -> None:
+def test_a_script_can_change_its_folder(project: Path, words: list[str]) -> None:
     printed = run([sys.executable, *words], project)
     folder = os.path.realpath(project / "work")
     assert sorted(printed.splitlines()) == [f"rank {rank} in {folder} of ['a', 'b']" for rank in range(2)]
@@ -83,10 +83,10 @@ def test_ranks_under_hydra_share_the_output_folder_of_rank_0(
 def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Simulate ``python`` with ``words`` in ``tmp_path`` for a script that then changes the folder."""
 
-    def start(words: list[str], file: Path, module: str | None = None) -> None:
+    def start(words: list[str], file: Path) -> None:
         main = ModuleType("__main__")
         main.__file__ = os.path.join(tmp_path, file)  # Python does not normalize the path
-        main.__spec__ = None if module is None else SimpleNamespace(name=module)  # type: ignore[assignment]
+        main.__spec__ = None
         Path(main.__file__).parent.mkdir(parents=True, exist_ok=True)
         Path(main.__file__).touch()
         (tmp_path / "elsewhere").mkdir()
@@ -94,34 +94,8 @@ def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.delenv("PYTEST_CURRENT_TEST")
         monkeypatch.setitem(sys.modules, "__main__", main)
         monkeypatch.setattr(sys, "orig_argv", ["python", *words])
-        monkeypatch.setattr(sys, "path", [str(tmp_path), os.path.dirname(os.__file__), "/elsewhere"])
-        monkeypatch.setattr("roomier.launch.start.FOLDER_AT_IMPORT", "/")
 
     return start
-
-
-@pytest.mark.parametrize(
-    ("words", "file", "module", "is_known"),
-    [
-        (["train.py", "--lr", "1"], "train.py", None, True),
-        (["-X", "dev", "./a/../train.py"], "./a/../train.py", None, True),
-        (["project"], "project/__main__.py", "__main__", True),
-        (["-m", "project.train"], "project/train.py", "project.train", True),
-        (["-m", "project"], "project/__main__.py", "project.__main__", True),
-        (["-m", "installed.train"], "/usr/lib/installed/train.py", "installed.train", True),
-        (["{folder}/train.py", "train.py"], "train.py", None, False),
-    ],
-)
-def test_the_folder_of_the_command(
-    as_started: Any, tmp_path: Path, words: list[str], file: str, module: str | None, is_known: bool
-) -> None:
-    (tmp_path / "a").mkdir()
-    if file.startswith("/"):
-        file = str(tmp_path / "site") + file
-    as_started([word.format(folder=tmp_path) for word in words], Path(file) if file[0] != "." else file, module)
-    found = command_again().folder
-    assert found is not None
-    assert os.path.samefile(found, tmp_path if is_known else "/")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from roomier.core.errors import RoomierError
@@ -128,7 +128,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
             node_rank=node_rank,
             local_size=_tasks_here(environ, node_rank, size),
         ),
-        environ.get("MASTER_ADDR") or (_first_host(nodes) if nodes else None),
+        environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else None),
         number_in(environ, "MASTER_PORT", port),
     )
 
@@ -141,13 +141,6 @@ def _tasks_here(environ: Mapping[str, str], node_rank: int, size: int) -> int:
             except (ValueError, IndexError) as error:
                 raise _wrong(name, environ[name], "must be a SLURM list of tasks per node") from error
     return size // number_in(environ, "SLURM_STEP_NUM_NODES", number_in(environ, "SLURM_NNODES", 1))
-
-
-def _first_host(nodes: str) -> str:
-    try:
-        return next(hosts(nodes))
-    except ValueError as error:
-        raise _wrong("SLURM_STEP_NODELIST", nodes, "must be a SLURM list of hosts") from error
 
 
 def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
@@ -214,17 +207,13 @@ def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
     return RoomierError(name, value, problem, action)
 
 
+_RANGES = re.compile(r"\[(\w+)[^]]*\]")  # the numbers of several hosts
 _COUNT = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
 
 
-def hosts(text: str) -> Iterator[str]:
-    """Iterate over the hosts of a SLURM list: ``"a[1-2]b,c"`` yields ``"a1b"``, ``"a2b"`` and ``"c"``.
-
-    Raises:
-        ValueError: ``text`` is not a list of hosts.
-    """
-    for part in _split(text):
-        yield from _expand(part)
+def first_host(text: str) -> str:
+    """Return the first host of a SLURM list: ``"a[1-2]b,c"`` becomes ``"a1b"``."""
+    return _RANGES.sub(r"\1", text).partition(",")[0]
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -240,30 +229,3 @@ def tasks_per_node(text: str) -> list[int]:
             raise ValueError(text)
         counts += [int(found["count"])] * int(found["times"] or 1)
     return counts
-
-
-def _split(text: str) -> Iterator[str]:
-    """Split ``text`` at commas outside brackets."""
-    depth, start = 0, 0
-    for index, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            yield text[start:index].strip()
-            start = index + 1
-    if depth != 0 or not text[start:].strip():
-        raise ValueError(text)
-    yield text[start:].strip()
-
-
-def _expand(part: str) -> Iterator[str]:
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    inside, _, after = rest.partition("]")
-    for piece in inside.split(","):
-        low, dash, high = piece.partition("-")
-        numbers = [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)] if dash else [low]
-        for number in numbers:
-            for tail in _expand(after):
-                yield f"{before}{number}{tail}"

@@ -5,9 +5,9 @@ same script from the beginning, as with torchrun.
 
 [Note: folders]
 Relative paths on a command line refer to the working folder of the process at its start. A script may change its folder
-before it starts the ranks, or even before it imports roomier. The other ranks start in the original folder and run the
-same script, so they change the folder in the same way as rank 0. As a result, relative paths have the same meaning on
-all ranks.
+before it starts the ranks. The other ranks start in the folder in which the script imported roomier and run the same
+script, so they change the folder in the same way as rank 0. As a result, relative paths have the same meaning on all
+ranks.
 
 [Note: Hydra]
 ``@hydra.main`` derives the name of an output folder from the current time and can change the working folder to this
@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,9 +139,6 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_STANDARD_LIBRARY = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-
-
 @dataclass(frozen=True)
 class Command:
     """A command line.
@@ -187,7 +183,7 @@ def command_again(devices: int = 2) -> Command:
     module = sys.modules.get("hydra.core.hydra_config")
     hydra = module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
     if hydra is None:
-        return Command(words, _start_folder())
+        return Command(words, FOLDER_AT_IMPORT if os.path.isdir(FOLDER_AT_IMPORT or "") else None)
     return Command(_with_overrides(words, _same_output_folder(hydra)), hydra.runtime.cwd)
 
 
@@ -198,50 +194,6 @@ def _can_be_read_again(file: str) -> bool:
         return False
     is_in_archive_or_removed = not os.path.exists(file)
     return os.path.isfile(file) or is_in_archive_or_removed
-
-
-def _start_folder() -> str | None:
-    """Return the folder in which this process was started; None if it no longer exists. See [Note: folders]."""
-    found = _folder_of_script() or FOLDER_AT_IMPORT
-    return found if found is not None and os.path.isdir(found) else None
-
-
-def _folder_of_script() -> str | None:
-    """Return the folder to which the script's path on the command line is relative; None if the path is absolute or not
-    found.
-
-    Python makes ``__file__`` of a script absolute without normalizing it, so ``__file__`` ends with the path on the
-    command line.
-    """
-    main = sys.modules["__main__"]
-    file, spec = main.__file__ or "", main.__spec__
-    if spec is not None and spec.name != "__main__":
-        return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
-    for word in filter(None, sys.orig_argv[1:]):
-        # Python can also run a folder or an archive that contains __main__.py.
-        for path in (word, os.path.join(word, "__main__.py")):
-            if file == path:
-                return None
-            if file.endswith(os.sep + path):
-                return file.removesuffix(path)
-    return None
-
-
-def _folder_of_module(root: str) -> str | None:
-    """Return the folder in which ``python -m`` was started; None if it cannot be determined from ``sys.path``.
-
-    ``python -m`` inserts the folder into ``sys.path`` before the entries of PYTHONPATH and of the standard library. The
-    script may have inserted additional entries.
-
-    Args:
-        root: entry of ``sys.path`` in which the module was found.
-    """
-    first = next((at for at, entry in enumerate(sys.path) if entry in _STANDARD_LIBRARY), 0)
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    entries = [] if sys.flags.safe_path else [entry for entry in sys.path[:first] if entry not in given]
-    if root in entries:
-        return root
-    return entries[0] if len(entries) == 1 else None
 
 
 def _same_output_folder(hydra: Any) -> list[str]:

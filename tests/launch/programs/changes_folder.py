@@ -1,16 +1,17 @@
-"""A script that changes the folder, and then imports roomier, a module and data relative to the new folder."""
+"""A script that changes the folder, and then imports a module and reads data relative to the new folder."""
 
 import os
 import sys
 from pathlib import Path
 
+import torch
+
+import roomier
+
 os.chdir("work")  # fails unless the script was started in the folder that contains "work"
 sys.path.insert(0, "modules")
 
-import torch  # noqa: E402
 from numbers_of_work import SCALE  # noqa: E402 - in modules
-
-import roomier  # noqa: E402
 
 
 class Model(roomier.Module):
