@@ -231,7 +231,7 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     assert torch.equal(found["w"], torch.full((300,), 2.0, dtype=torch.bfloat16))
     for arguments, words in (
         ([str(tmp_path / "step=2")], "--to"),
-        ([str(tmp_path / "step=2"), "--to", "safetensors", "--max-shard-size", "big"], "must be a size"),
+        ([str(tmp_path / "step=2"), "--to", "safetensors", "--max-shard-size", "big"], "is not a number of bytes"),
         ([str(tmp_path / "nothing"), "--to", "safetensors"], "is not an existing folder"),
     ):
         assert main(["export", *arguments]) == 2

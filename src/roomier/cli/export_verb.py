@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,21 @@ from roomier.checkpoint.export.hub import check_hub, push_to_hub
 from roomier.checkpoint.export.hugging_face import export_hugging_face
 from roomier.checkpoint.export.lightning_file import export_lightning
 from roomier.checkpoint.export.onnx import export_onnx
-from roomier.checkpoint.export.plain import fill, plain_model
+from roomier.checkpoint.export.plain import plain_model
 from roomier.checkpoint.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, export_safetensors
 from roomier.checkpoint.export.torch_export import export_torch
 from roomier.checkpoint.export.torchscript import export_torchscript
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.cli.class_paths import check_class_path
 from roomier.cli.plain_parser import PlainParser
-from roomier.cli.trainer_verbs import FILE_NAME, current_folder_importable
+from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.cli.workloads import batch_of
-from roomier.core.errors import RoomierError, shorten
+from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
-from roomier.core.units import format_bytes
-from roomier.core.untrusted import MAX_YAML_BYTES, check_regular, read_text
+from roomier.core.units import format_bytes, parse_bytes
+from roomier.core.untrusted import check_regular
 from roomier.core.yaml_text import BoundedLoader
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SUFFIXES = {
     "safetensors": "-safetensors",
     "hugging-face": "-hugging-face",
@@ -50,7 +48,7 @@ _FORMATS_OF = {
     **dict.fromkeys(("max_shard_size", "dtype", "push_to_hub", "private"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
     **dict.fromkeys(("processor", "adapters"), ("hugging-face",)),
-    **dict.fromkeys(("model", "input", "trust_run_folder"), _OF_A_MODEL),
+    **dict.fromkeys(("model", "input"), _OF_A_MODEL),
     "method": ("torchscript",),
 }
 
@@ -106,7 +104,7 @@ def _default_output(path: Path, to: str) -> Path:
 
 
 def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path, output: Path) -> None:
-    model = model_to_export(path, options.model, others, trusts_folder=bool(options.trust_run_folder))
+    model = model_to_export(path, options.model, others)
     inputs = example_inputs(options.input)
     try:
         _write_model(options, model, inputs, output)
@@ -134,7 +132,8 @@ def _write_weights(options: argparse.Namespace, path: Path, output: Path) -> Non
         target = export_lightning(path, output)
         print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
         return
-    num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
+    given = options.max_shard_size
+    num_bytes = DEFAULT_SHARD_BYTES if given is None else parse_bytes("--max-shard-size", given)
     if options.to == "safetensors":
         done = export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
     else:
@@ -197,29 +196,11 @@ def _parser(verb: str) -> PlainParser:
         "--private", action="store_true", default=None, help="create the repository of --push-to-hub as private"
     )
     model = parser.add_argument_group("models: torchscript, onnx, torch-export")
-    model.add_argument("--model", help="import path of the class; required without --trust-run-folder")
-    model.add_argument(
-        "--trust-run-folder",
-        action="store_true",
-        default=None,
-        help=(
-            "use the class and arguments in config.yaml of the run folder; this executes code that the author of the "
-            "folder chose"
-        ),
-    )
+    model.add_argument("--model", help="import path of the class; required")
     model.add_argument("--model.NAME", metavar="VALUE", help="arguments of the class; default: stored hyperparameters")
     model.add_argument("--input", help="arguments of forward, such as 'x=float32[8,3]', or a torch.save file")
     model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default) or trace")
     return parser
-
-
-def _bytes(field: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if num_bytes <= 0:
-        action = "Use a size such as 5GB (5 * 10**9 bytes) or 500MiB (500 * 2**20 bytes), or a number of bytes"
-        raise RoomierError(field, text, "must be a size", action)
-    return num_bytes
 
 
 _ARGUMENT = "--model."
@@ -228,34 +209,20 @@ _HIGHEST_NUMBER = 2
 have fewer tokens or classes."""
 
 
-def model_to_export(
-    path: Path, class_path: str | None, others: Sequence[str], *, trusts_folder: bool = False
-) -> nn.Module:
+def model_to_export(path: Path, class_path: str | None, others: Sequence[str]) -> nn.Module:
     """Return the model of the checkpoint ``path``, with its weights.
 
     Args:
-        class_path: import path of the model class; None uses the class that ``roomier fit`` wrote to the run folder.
+        class_path: import path of the model class.
         others: remaining command-line words, which set arguments of the model (``--model.NAME VALUE``).
-        trusts_folder: if True, import the class that the run folder names, and construct it with the stored arguments.
 
     Raises:
-        RoomierError: the class does not exist, is not given, or is named only in an untrusted run folder.
+        RoomierError: the class does not exist, or is not given.
     """
-    arguments = _arguments(others)
-    if class_path is not None:
-        return plain_model(path, _class(class_path), arguments)
-    config = path.resolve().parent.parent / FILE_NAME
-    named = _named_in(config) if config.is_file() else None
-    action = "Pass --model package.module.Class with the trained class"
-    if not named:
-        problem = f"is required, because the run folder has no {FILE_NAME}, in which `roomier fit` stores the class"
-        raise RoomierError("--model", None, problem, action)
-    if not trusts_folder:
-        problem = f"is required. {config} names {shorten(named['class_path'])}, whose import would execute code"
-        raise RoomierError("--model", None, problem, f"{action}, or --trust-run-folder if you trust its author")
-    model = _from_config(named, arguments)
-    fill(model, path)
-    return model.eval()
+    if class_path is None:
+        problem = "is required, because a checkpoint contains only the weights of the model"
+        raise RoomierError("--model", None, problem, "Pass --model package.module.Class with the trained class")
+    return plain_model(path, _class(class_path), _arguments(others))
 
 
 def example_inputs(text: str | None) -> Any:
@@ -306,31 +273,6 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
             problem = f"is not YAML: {' '.join(str(error).split())}"
             raise RoomierError(name, given, problem, "Quote the value if it is text") from error
     return found
-
-
-def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
-    from jsonargparse import ArgumentParser  # as in `roomier fit`, because arguments may be objects
-
-    check_class_path("model", named["class_path"])
-    named = {**named, "init_args": {**(named.get("init_args") or {}), **arguments}}
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
-    model: nn.Module = parser.instantiate(parser.parse_object({"model": named})).model
-    return model
-
-
-def _named_in(config: Path) -> dict[str, Any] | None:
-    """Return the class and arguments of the model in ``config``, read as plain data; None if ``config`` contains no
-    model."""
-    try:
-        found = yaml.load(read_text(config, MAX_YAML_BYTES), Loader=BoundedLoader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problem = f"cannot be read: {' '.join(str(error).split())[:200]}"
-        action = "Pass --model package.module.Class with the trained class"
-        raise RoomierError("config", str(config), problem, action) from error
-    named = found.get("model") if isinstance(found, dict) else None
-    named = {"class_path": named} if isinstance(named, str) else named
-    return named if isinstance(named, dict) and isinstance(named.get("class_path"), str) else None
 
 
 def _from_file(text: str) -> Any:
