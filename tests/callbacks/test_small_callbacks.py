@@ -178,13 +178,13 @@ def test_rich_summary_shows_sizes_modes_and_operations(make_trainer: Make, capsy
     torch.manual_seed(7)
     trainer.fit(model, [torch.ones(2, 4)])
     shown = capsys.readouterr().err
-    rows = {line.split("│")[2].strip(): line.split("│") for line in shown.splitlines() if line.count("│") > 5}
-    cells = {name: [cell.strip() for cell in row[3:-1]] for name, row in rows.items()}
-    assert cells["body.0"] == ["Linear", "40", "160 B", "train", "192", "[3, 4]", "[3, 8]"]
-    assert cells["body.2"][3] == "eval"
-    assert cells["body"][4] == "288"  # 2 * 3 * (4 * 8 + 8 * 2)
-    assert "Non-trainable params: 2" in shown
-    assert "forward pass on example_input_array: 300" in shown
+    rows = {line.split("│")[1].strip(): line.split("│") for line in shown.splitlines() if line.count("│") > 5}
+    cells = {name: [cell.strip() for cell in row[2:-1]] for name, row in rows.items()}
+    assert cells["body.0"] == ["Linear", "40", "160 B", "all", "train", "192", "[3, 4]", "[3, 8]"]
+    assert cells["body.2"][4] == "eval"
+    assert cells["body"][5] == "288"  # 2 * 3 * (4 * 8 + 8 * 2)
+    assert cells["frozen"][1] == "2"
+    assert cells["total"][5:] == ["300", "[3, 4]", "[3, 1]"]
     assert shown.count("body.0") == 1, "the rich summary replaces the plain summary"
     assert model.body[0].training
     assert not model.body[2].training

@@ -22,7 +22,7 @@ _HOMES = {  # modules are imported on first access
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
-    "RichModelSummary": "rich_model_summary",
+    "RichModelSummary": "model_summary",
     "SpikeGuard": "spike_guard",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
     "Throughput": "throughput",
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from roomier.callbacks.memory_anatomy import MemoryAnatomy as MemoryAnatomy
     from roomier.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from roomier.callbacks.model_summary import ModelSummary as ModelSummary
+    from roomier.callbacks.model_summary import RichModelSummary as RichModelSummary
     from roomier.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from roomier.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from roomier.callbacks.progress import ProgressBar as ProgressBar
-    from roomier.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
     from roomier.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from roomier.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from roomier.callbacks.throughput import Throughput as Throughput

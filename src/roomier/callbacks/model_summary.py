@@ -1,16 +1,21 @@
-"""ModelSummary: callback that prints the modules and parameters of a model before training."""
+"""ModelSummary and RichModelSummary: callbacks that print the modules and parameters of a model before training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
@@ -18,7 +23,6 @@ from roomier.techniques.adapters.layers import InFewBits
 from roomier.techniques.attention.watch import AttentionReport, AttentionWatch
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
 
@@ -125,7 +129,7 @@ class ModelSummary(Callback):
             console.print(optimizer_table(trainer.optimizers))
         trainer.engine.watch(AttentionWatch(_print_attention))
 
-    def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
+    def table(self, trainer: TrainerView, pl_module: Module) -> Table:
         """Return the table of the modules of ``pl_module``."""
         return summary_table(summarize(pl_module, self.max_depth))
 
@@ -135,15 +139,112 @@ def _print_attention(report: AttentionReport) -> None:
         notice(line)
 
 
-def summary_table(summary: Summary) -> Table:
-    """Return a table of the modules with their sizes. The last lines are the totals."""
-    table = _plain_table("name", "type", numbers=("params", "bytes", "trainable"))
+_WHOLE_ON_EACH_RANK = ("single", "ddp")
+Columns = Mapping[str, Mapping[str, str]]
+"""The cells of additional columns, keyed by heading and by module name; the name ``""`` is the complete model."""
+
+
+class RichModelSummary(ModelSummary):
+    """Callback that prints a framed table of modules, parameters, bytes and modes (train or eval) when ``fit`` starts.
+
+    If the module has an ``example_input_array``, the table also contains the shapes of inputs and outputs and the FLOPs
+    of one forward pass with this input. The forward pass runs in evaluation mode without gradients and does
+    not change the random states. The forward pass is skipped if the strategy shards parameters. This callback replaces
+    :class:`ModelSummary`.
+
+    Args:
+        max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.
+        summarize_kwargs: only ``header_style``, the style of the header (default ``"bold magenta"``), has an effect.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[RichModelSummary(max_depth=2)])
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        super().__init__(max_depth)
+        self._header_style = summarize_kwargs.get("header_style", "bold magenta")
+
+    def table(self, trainer: TrainerView, pl_module: Module) -> Table:
+        from rich.box import HEAVY_HEAD
+
+        columns: Columns = {
+            "mode": {name: "train" if each.training else "eval" for name, each in pl_module.named_modules()}
+        }
+        example, engine = getattr(pl_module, "example_input_array", None), trainer.engine
+        if example is not None and trainer.plan.parallel.strategy in _WHOLE_ON_EACH_RANK:
+            run = partial(_call, pl_module, engine.move(example))
+            columns = {**columns, **_measured(pl_module, lambda: engine.forward(lambda _: run(), None))}
+        found = summary_table(summarize(pl_module, self.max_depth), columns)
+        found.box, found.header_style, found.pad_edge = HEAVY_HEAD, self._header_style, True
+        return found
+
+
+@torch.no_grad()
+def _measured(model: nn.Module, run: Callable[[], Any]) -> Columns:
+    """Return the FLOPs and the shapes of inputs and outputs of each module in the forward pass that ``run`` runs."""
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
+    in_sizes: dict[str, str] = {}
+    out_sizes: dict[str, str] = {}
+
+    def note(name: str, part: nn.Module, args: Any, output: Any) -> None:
+        in_sizes[name], out_sizes[name] = _shapes_of(args[0] if len(args) == 1 else args), _shapes_of(output)
+
+    with ExitStack() as stack:
+        for name, part in model.named_modules():
+            stack.callback(part.register_forward_hook(partial(note, name)).remove)
+        stack.enter_context(_in_evaluation(model))
+        counter = stack.enter_context(FlopCounterMode(display=False))
+        run()
+    root = type(model).__name__
+    counts = {name.removeprefix(root).removeprefix("."): each for name, each in counter.get_flop_counts().items()}
+    num_flops = {name: sum(counts.get(name, {}).values()) for name, _ in model.named_modules()}
+    num_flops[""] = counter.get_total_flops()
+    texts = {name: format_count(count) for name, count in num_flops.items()}
+    return {"FLOPs": texts, "in sizes": in_sizes, "out sizes": out_sizes}
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    training, random_state = [each for each in model.modules() if each.training], rng_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+        set_rng_state(random_state)
+
+
+def _shapes_of(value: Any) -> str:
+    """Return the shapes of the tensors in ``value``, such as ``[2, 3]`` or ``[[2, 3], [2]]``; ``?`` for other
+    values."""
+    if isinstance(value, Tensor):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and value:
+        return f"[{', '.join(map(_shapes_of, value))}]"
+    return "?"
+
+
+def summary_table(summary: Summary, columns: Columns | None = None) -> Table:
+    """Return a table of the modules with their sizes and ``columns``. The last lines are the totals."""
+    more = columns or {}
+    table = _plain_table("name", "type", numbers=("params", "bytes", "trainable", *more))
     for row in summary.rows:
-        table.add_row(row.name, row.type_name, *_sizes(row))
+        table.add_row(row.name, row.type_name, *_sizes(row), *(cells.get(row.name, "?") for cells in more.values()))
     if summary.rows:
         table.add_section()
-    table.add_row("total", summary.total.type_name, *_sizes(summary.total))
-    table.add_row("frozen", "", format_count(summary.num_frozen), "", "")
+    of_all = (cells.get("", "?") for cells in more.values())
+    table.add_row("total", summary.total.type_name, *_sizes(summary.total), *of_all)
+    table.add_row("frozen", "", format_count(summary.num_frozen))
     return table
 
 
