@@ -13,7 +13,7 @@ from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.core.forms import anything, count, fields, tensor
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
@@ -85,10 +85,10 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         self._monitored = Monitored(type(self).__name__, monitor)
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:
-            raise _wrong("patience", patience, "must be a non-negative integer", "Set it to a number of checks")
+        check_integer("EarlyStopping(patience)", patience, 0, "Set it to a number of checks")
         if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise _wrong("min_delta", min_delta, "must be finite and non-negative", "Use a number such as 0.001")
+            field, problem = "EarlyStopping(min_delta)", "must be finite and non-negative"
+            raise RoomierError(field, min_delta, problem, "Use a number such as 0.001")
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience
@@ -198,7 +198,3 @@ class EarlyStopping(Callback):
     def _print(self, trainer: TrainerView, message: str) -> None:
         if self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
             notice(f"{type(self).__name__}: {message}")
-
-
-def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
-    return RoomierError(f"EarlyStopping({field})", received, problem, action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.plan.levers import lever_that_frees_gradients
 
 
@@ -33,17 +33,12 @@ class GradientAccumulationScheduler(Callback):
     reads_parameters = False
 
     def __init__(self, scheduling: dict[int, int]) -> None:
-        def is_count(value: object, least: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-        if (
-            not isinstance(scheduling, dict)
-            or not scheduling
-            or not all(is_count(epoch, 0) and is_count(size, 1) for epoch, size in scheduling.items())
-        ):
-            action = "Pass {epoch: micro-batches per step}, such as {0: 8, 4: 2}"
-            field = "GradientAccumulationScheduler(scheduling)"
+        field, action = "GradientAccumulationScheduler(scheduling)", "Pass {epoch: micro-batches}, such as {0: 8, 4: 2}"
+        if not isinstance(scheduling, dict) or not scheduling:
             raise RoomierError(field, scheduling, "must map epochs to numbers of micro-batches", action)
+        for epoch, size in scheduling.items():
+            check_integer(field, epoch, 0, action)
+            check_integer(field, size, 1, action)
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
 

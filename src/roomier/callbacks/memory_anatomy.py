@@ -9,7 +9,7 @@ from rich.console import Console
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.tracked_step import TracksStep, tracked_step
-from roomier.core.errors import RoomierError
+from roomier.core.errors import check_integer
 from roomier.core.log import notice
 from roomier.planner.memory.anatomy_table import Anatomy, KeepsPeak
 
@@ -46,8 +46,8 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
 
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
         super().__init__(at_step)
-        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 2):
-            raise RoomierError("every_n_steps", every_n_steps, "must be at least 2", "Use a larger number, or None")
+        if every_n_steps is not None:
+            check_integer("every_n_steps", every_n_steps, 2, "Use a larger number, or None")
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
         self.next_step: int | None = None

@@ -31,7 +31,7 @@ from roomier.callbacks.checkpoint_ledger import Ledger, Retention, ledger_form
 from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
 from roomier.callbacks.on_exception_checkpoint import check_saves_weights, save_weights_after
 from roomier.checkpoint.lightning import SUFFIX
-from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.errors import CheckpointError, RoomierError, check_integer
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.paths import check_path
@@ -104,15 +104,14 @@ def check_arguments(of: Any) -> None:
         raise _wrong("format", of.format, "is unknown", "Use 'folder', or 'lightning' for .ckpt files")
     if of._keep.last and of.filename == LAST:
         raise _wrong("filename", LAST, "is the name of the link that save_last creates", "Choose another name")
-    if not _is_count(of.save_top_k, at_least=-1):
-        raise _wrong("save_top_k", of.save_top_k, "must be an integer of at least -1", "Use -1 (all) or 0 (none)")
+    check_integer("ModelCheckpoint(save_top_k)", of.save_top_k, -1, "Use -1 (all) or 0 (none)")
     if of.monitor is None and of.save_top_k > 1:
         problem = "must be at most 1 if monitor is not set"
         raise _wrong("save_top_k", of.save_top_k, problem, "Set monitor, or use -1 or 1")
     for field in ("every_n_train_steps", "every_n_epochs"):
-        value = getattr(of, field)
-        if value is not None and not _is_count(value, at_least=0):
-            raise _wrong(field, value, "must be a non-negative integer", "Use a positive integer, or 0 to disable")
+        if getattr(of, field) is not None:
+            action = "Use a positive integer, or 0 to disable"
+            check_integer(f"ModelCheckpoint({field})", getattr(of, field), 0, action)
     given = {
         "every_n_train_steps": of.every_n_train_steps,
         "every_n_epochs": of.every_n_epochs,
@@ -125,10 +124,6 @@ def check_arguments(of: Any) -> None:
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
     return RoomierError(f"ModelCheckpoint({field})", received, problem, action)
-
-
-def _is_count(value: object, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 class ModelCheckpoint(Callback):

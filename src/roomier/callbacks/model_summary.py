@@ -16,7 +16,7 @@ from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.errors import RoomierError
+from roomier.core.errors import check_integer
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
 from roomier.techniques.adapters.layers import InFewBits
@@ -114,8 +114,7 @@ class ModelSummary(Callback):
     reads_parameters = False
 
     def __init__(self, max_depth: int = 1) -> None:
-        if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
-            raise RoomierError("max_depth", max_depth, "must be an integer of at least -1", "Use -1 (all) or 0 (total)")
+        check_integer("max_depth", max_depth, -1, "Use -1 (all) or 0 (total)")
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:

@@ -33,7 +33,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.trainer_view import TrainerView
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError, TrainingError, did_you_mean
+from roomier.core.errors import RoomierError, TrainingError, check_integer, did_you_mean
 from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
 from roomier.run.run import Run, run_of
@@ -95,8 +95,7 @@ class SpikeGuard(Callback):
         if factor is not None and (not isinstance(factor, (int, float)) or not 1 < factor < math.inf):
             raise _wrong("factor", factor, "must be a finite number above 1", "Use a value such as 10.0, or None")
         for name, value, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise _wrong(name, value, f"must be an integer of at least {least}", "Pass a number of steps")
+            check_integer(f"SpikeGuard({name})", value, least, "Pass a number of steps")
         if warmup > window:
             raise _wrong("warmup", warmup, f"must be at most window={window}", "Use a smaller number of steps")
         names = (monitor,) if isinstance(monitor, str) else tuple(monitor)

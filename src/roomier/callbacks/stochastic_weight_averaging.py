@@ -18,7 +18,7 @@ from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.weight_averaging import HoldsAverage
 from roomier.core.batch_norms import BATCH_NORMS
-from roomier.core.errors import DataError, RoomierError
+from roomier.core.errors import DataError, RoomierError, check_integer
 from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
 from roomier.core.log import notice
 from roomier.run.run import run_of
@@ -82,10 +82,8 @@ class StochasticWeightAveraging(HoldsAverage):
                 "Pass the number of an epoch, counted from 1, or a fraction of max_epochs as a float from 0.0 to 1.0"
             )
             raise self._wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
-        if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise self._wrong(
-                "annealing_epochs", annealing_epochs, "must be a non-negative integer", "Use an integer such as 10"
-            )
+        field = f"{type(self).__name__}(annealing_epochs)"
+        check_integer(field, annealing_epochs, 0, "Use an integer such as 10")
         if annealing_strategy not in ("cos", "linear"):
             raise self._wrong("annealing_strategy", annealing_strategy, "is not a strategy", "Use 'cos' or 'linear'")
         self._check_function("avg_fn", avg_fn)

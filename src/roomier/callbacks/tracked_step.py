@@ -12,7 +12,7 @@ from roomier.api.callback import Callback, held_by
 from roomier.api.engine import Engine
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.plan.levers import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
@@ -130,9 +130,9 @@ class TracksStep(Callback, ABC):
     _tracked: TrackedStep | None = None
 
     def __init__(self, at_step: int | None) -> None:
-        if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < FIRST_STEP):
+        if at_step is not None:
             action = "Use at least 2, because the optimizer has no states during the first step"
-            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
+            check_integer("at_step", at_step, FIRST_STEP, action)
         self.at_step = at_step
 
     def step_to_track(self, trainer: TrainerView) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from roomier.api.callback import Callback, KeptWeights
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
 from roomier.techniques.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
@@ -313,8 +313,7 @@ class EMAWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers)
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise self._wrong("decay", decay, "must be between 0 and 1", "Use a value such as 0.999")
-        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 0:
-            raise self._wrong("update_every_n_steps", update_every_n_steps, "must be a non-negative integer", "Use 1")
+        check_integer(f"{type(self).__name__}(update_every_n_steps)", update_every_n_steps, 0, "Use 1")
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step

@@ -99,6 +99,16 @@ class TrainingError(RoomierError):
     """Error for a condition in which training cannot continue, such as a loss that is not finite."""
 
 
+def check_integer(field: str, value: object, at_least: int, action: str) -> None:
+    """Check that ``value`` is an integer of at least ``at_least``.
+
+    Raises:
+        RoomierError: ``value`` is a bool, not an integer, or too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise RoomierError(field, value, f"must be an integer of at least {at_least}", action)
+
+
 def shorten(value: object, limit: int = 120) -> str:
     """Return ``repr(value)``, shortened to at most ``limit`` characters."""
     try:
