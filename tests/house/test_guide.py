@@ -14,7 +14,7 @@ GUIDE = (ROOT / "docs" / "guide.md").read_text()
 @pytest.mark.more
 def test_code_of_the_guide_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 20
+    assert blocks
     script = tmp_path / "guide.py"
     script.write_text("\n\n".join(blocks))
     command = [sys.executable, "-W", "error", str(script)]

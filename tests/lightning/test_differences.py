@@ -1,4 +1,4 @@
-"""The guide's table of differences from Lightning is complete and true."""
+"""The documentation's table of differences from Lightning is complete and true."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from roomier import Trainer
 from tests.lightning.both import quiet_lightning
 from tests.lightning.difference import Difference
-from tests.lightning.differences import DIFFERENCES, GUIDE, with_table
+from tests.lightning.differences import DIFFERENCES, PAGE, with_table
 from tests.lightning.modules import pl
 
 
@@ -25,6 +25,6 @@ def test_difference_exists(difference: Difference, kind: type, tmp_path: Path) -
     assert difference.expected[0] != difference.expected[1]
 
 
-def test_table_of_the_guide_is_generated() -> None:
-    guide = GUIDE.read_text()
-    assert guide == with_table(guide), "run python -m tests.lightning.differences"
+def test_table_of_the_page_is_generated() -> None:
+    page = PAGE.read_text()
+    assert page == with_table(page), "run python -m tests.lightning.differences"
