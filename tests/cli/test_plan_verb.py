@@ -231,24 +231,6 @@ def test_file_of_a_machine_contains_the_number_of_nodes(capsys: pytest.CaptureFi
     assert planned(capsys, *words, "--nodes", "2")["num_ranks"] == 4
 
 
-def test_run_calibrates_only_plans_of_its_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trainer = ["--trainer.max_steps", "2", "--trainer.default_root_dir", str(tmp_path), "--trainer.accelerator", "cpu"]
-    callback = ["--trainer.callbacks", "roomier.callbacks.MemoryForecast", "--trainer.enable_checkpointing", "false"]
-    words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
-    assert main(["fit", *words, *trainer, *callback]) == 0
-    capsys.readouterr()
-    asked = [*words, "--strategy", "single", "--trainer.accelerator", "cpu", "--calibrated_by", str(tmp_path)]
-    assert main(["report", str(tmp_path), "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    assert abs(expected["error"]) > 0.1, "the data is in memory, which the forecast of a step does not include"
-    assert main(["plan", *asked, "--json"]) == 0
-    output = capsys.readouterr()
-    assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(expected["measured_bytes"], abs=2)
-    assert "activations and temporaries are scaled by" in output.err
-    assert main(["plan", *asked, "--model.width", "5"]) == 2
-    assert "is a run of a model with 5 parameters, but this model has 6" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("callback", ["roomier.callbacks.EMAWeightAveraging", "roomier.callbacks.WeightAveraging"])
 def test_copy_of_the_weights_of_a_callback_is_counted(callback: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData", "--trainer.accelerator", "cpu"]

@@ -1,12 +1,11 @@
-"""GPU memory outside of tensors: by formula, and calibrated with a run. No GPU is required."""
+"""GPU memory outside of tensors, by formula. No GPU is required."""
 
 from dataclasses import replace
 
 import pytest
 
-from roomier import Plan, RoomierError
-from roomier.planner.formula.fixed_bytes import CONTEXT_BYTES, MIB, calibrate, fixed_bytes
-from roomier.planner.hardware import cache
+from roomier import Plan
+from roomier.planner.formula.fixed_bytes import CONTEXT_BYTES, MIB, fixed_bytes
 from roomier.planner.hardware.spec import machine_of
 
 GIB = 2**30
@@ -15,9 +14,7 @@ A_CPU = replace(AN_A100, device=replace(AN_A100.device, name="a processor", kind
 
 
 @pytest.fixture(autouse=True)
-def _without_user_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
+def _without_user_settings(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
@@ -79,54 +76,3 @@ def test_fragmentation_is_proportional_to_tensors_and_smaller_with_expandable_se
     fixed = allocator(20 * GIB, **again)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert allocator(20 * GIB, **again) < fixed / 2
-
-
-def test_calibration_replaces_all_assumed_values():
-    machine, tensors = machine_of("a100-40gb:4"), 20 * GIB
-    workspace = fixed_bytes(plan_of(), machine)["workspace"]
-    allocated, reserved = tensors + workspace, 21 * GIB
-    calibrate(plan_of(), machine, allocated_bytes=allocated, reserved_bytes=reserved, used_bytes=reserved + 600 * MIB)
-    calibrate(
-        plan_of("zero2", 4),
-        machine,
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        used_bytes=reserved + 1500 * MIB,
-    )
-    found = fixed_bytes(plan_of("zero2", 4), machine, tensors)
-    assert found["context"] == 600 * MIB
-    assert found["communication"] == 900 * MIB
-    assert tensors + found["workspace"] + found["allocator"] == pytest.approx(reserved, abs=1000)
-    assert tensors + sum(found.values()) == pytest.approx(reserved + 1500 * MIB, abs=1000)
-    other = fixed_bytes(plan_of(), machine_of("a100-80gb"), tensors)
-    assert other["context"] == CONTEXT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("machine", "figures"),
-    [
-        (AN_A100, {"allocated_bytes": 5, "reserved_bytes": 4}),
-        (AN_A100, {"allocated_bytes": 0, "reserved_bytes": 4}),
-        (AN_A100, {"allocated_bytes": 4, "reserved_bytes": 5, "used_bytes": 4}),
-        (A_CPU, {"allocated_bytes": 4, "reserved_bytes": 5}),
-    ],
-)
-def test_values_that_cannot_belong_to_one_run_are_rejected(machine, figures):
-    with pytest.raises(RoomierError, match=r"Calibrate with a run on a GPU|of the same run"):
-        calibrate(plan_of(), machine, **figures)
-    assert not cache.cache_file().exists()
-
-
-def test_an_unreadable_calibration_is_reported_and_ignored(capsys):
-    cache.write("fixed_bytes", {"h100": {"context_bytes": "much"}, "h200": {"who": 1}})
-    assert fixed_bytes(plan_of(), machine_of("h100"))["context"] == CONTEXT_BYTES
-    assert fixed_bytes(plan_of(), machine_of("h200"))["context"] == CONTEXT_BYTES
-    assert capsys.readouterr().err.count("is ignored") == 2
-
-
-def test_a_steady_run_does_not_calibrate_steps_with_recompute_or_sharding():
-    machine = machine_of("a100-40gb")
-    before = fixed_bytes(plan_of("zero3", 2), machine, GIB)["allocator"]
-    calibrate(plan_of(), machine, allocated_bytes=10 * GIB, reserved_bytes=10 * GIB + 22 * MIB)
-    assert fixed_bytes(plan_of(), machine, GIB)["allocator"] == 22 * MIB
-    assert fixed_bytes(plan_of("zero3", 2), machine, GIB)["allocator"] == before

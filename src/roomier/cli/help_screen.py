@@ -45,7 +45,7 @@ TOPICS = {
     ),
     "plan": Topic(
         "the plans that `roomier plan` compares, and its output",
-        "hardware nodes strategy deepspeed memory_budget hf batch_size seq_len input calibrated_by what_if json html",
+        "hardware nodes strategy deepspeed memory_budget hf batch_size seq_len input what_if json html",
     ),
     "ranks": Topic("the strategy and the devices", "strategy accelerator devices num_nodes hang_timeout plan"),
     "length": Topic(

@@ -21,18 +21,15 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli import workloads
 from roomier.cli.options import VerbParser, add_data_and_options_of_lightning, parse
-from roomier.cli.report_verb import find_run
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.cli.workloads import Asked
 from roomier.core.device.resolve import num_devices, resolve_device
 from roomier.core.errors import RoomierError
-from roomier.core.log import notice
 from roomier.core.units import format_count, parse_bytes
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
 from roomier.plan.levers import without_host_tiers
 from roomier.plan.migrate.deepspeed.objects import is_source
-from roomier.planner.hardware.cache import cache_file
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.hardware.spec import machine_of
 from roomier.planner.hardware.this_machine import this_machine
@@ -70,9 +67,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             machine = machine_of_options(config, given)
             if deepspeed is not None:
                 apply_deepspeed(config, deepspeed, machine)
-            asked = _with(_asked(parser, config, gpt), copies=copies_of_options(config))
-            if config.calibrated_by is not None:
-                asked = _calibrated(asked, config.calibrated_by, machine)
+            asked = _with_copies(_asked(parser, config, gpt), copies_of_options(config))
             optimizes_itself = overrides(asked.workload.module, "configure_optimizers", Module)
             plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
             from roomier.planner.choosing.choose import choose  # late import: --help needs no planner
@@ -83,8 +78,6 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             _write_page(Path(config.html), asked, choice, grid)
     if config.json:
         more: dict[str, Any] = {} if grid is None else {"what_if": grid.as_dict()}
-        if config.calibrated_by is not None:
-            more["activation_factor"] = asked.workload.activation_factor
         print(json.dumps(choice.as_dict() | more))
     else:
         _show(asked, plan, choice, grid if config.what_if else None)
@@ -101,28 +94,11 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
     return workloads.class_request(parser, config, config.input, config.batch_size, stand_in)
 
 
-def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
-    """Store the device measurements of the run. Return ``asked`` with activations scaled to the measurement of the
-    run."""
-    from roomier.planner.measured.calibrated import learn_device, learned_of  # late import: --help needs no planner
-    from roomier.planner.measured.record import read_record
-
-    record = read_record(find_run(Path(run)))
-    workload = learned_of(asked.workload, record, machine, run)
-    factor = workload.activation_factor
-    notice(f"activations and temporaries are scaled by {factor:.3g}, as measured in {run} ({record.line()})")
-    if learn_device(record) is not None:
-        name = record.forecast.machine.device.name
-        where = f"{cache_file()}; to remove it, run `roomier hardware --forget`"
-        notice(f"stored the memory outside tensors on a {name}, as measured in {run}. File: {where}")
-    return _with(asked, activation_factor=factor)
-
-
-def _with(asked: Asked, **changes: Any) -> Asked:
-    """Return ``asked`` with ``changes`` applied to its workload at every sequence length."""
+def _with_copies(asked: Asked, copies: tuple[KeptWeights, ...]) -> Asked:
+    """Return ``asked`` with ``copies`` in its workload at every sequence length."""
     at_length = asked.at_length
-    later = None if at_length is None else lambda length: replace(at_length(length), **changes)
-    return replace(asked, workload=replace(asked.workload, **changes), at_length=later)
+    later = None if at_length is None else lambda length: replace(at_length(length), copies=copies)
+    return replace(asked, workload=replace(asked.workload, copies=copies), at_length=later)
 
 
 def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
@@ -248,11 +224,6 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "batch_size": (int, "samples per micro-batch on each device"),
     "seq_len": (int, "tokens per sequence, for --hf and gpt"),
     "input": (str, "tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"),
-    "calibrated_by": (
-        str,
-        "run folder of this model, as for `roomier report`: scale the forecast of activations to its measurement, "
-        "and store the measured GPU memory outside tensors for all plans on the same GPU",
-    ),
     "html": (str, "write an HTML page that works without a network"),
 }
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
 _METRICS = "metrics.jsonl"
-_WORTH_CALIBRATING = 0.02  # relative error of the peak; most forecasts have a smaller error
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -46,7 +45,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     console = Console()
     console.print(table(folder, record))
     console.print(record.line(), highlight=False, soft_wrap=True, markup=False)
-    for line in (*_rate_lines(rates), *record.notes, *_advice(folder, record)):
+    for line in (*_rate_lines(rates), *record.notes):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if options.html is not None:
         console.print(f"page: {options.html}", highlight=False, soft_wrap=True, markup=False)
@@ -128,12 +127,6 @@ def _cells(forecast_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
     difference = forecast_bytes - measured_bytes
     sign = "+" if difference > 0 else "-" if difference < 0 else ""
     return format_bytes(forecast_bytes, 2), format_bytes(measured_bytes, 2), f"{sign}{format_bytes(abs(difference), 2)}"
-
-
-def _advice(folder: Path, record: ForecastRecord) -> list[str]:
-    if abs(record.error) < _WORTH_CALIBRATING:
-        return []
-    return [f"To plan with this measurement: roomier plan --calibrated_by {folder} ..."]
 
 
 def _rate_lines(rates: dict[str, float]) -> list[str]:

@@ -15,9 +15,7 @@ from roomier.api.callback import KeptWeights
 from roomier.api.module import Module, network_of
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
-from roomier.plan import Plan
 from roomier.planner.fake import known_values
-from roomier.planner.memory.kinds import Interval
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Workload:
             the same shapes.
         batch: micro-batch in the form that the loader yields.
         batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
-        activation_factor: ratio of the measured to the forecast size of activations and temporaries in a run of the
-            same model; see :mod:`roomier.planner.measured.calibrated`.
         copies: copies of the weights that callbacks of the run store, such as averages.
 
     Raises:
@@ -48,7 +44,6 @@ class Workload:
     module: Module
     batch: Any
     batch_size: int
-    activation_factor: float = 1.0
     copies: tuple[KeptWeights, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,16 +71,6 @@ class Workload:
             return tensor.new_empty((batch_size, *tensor.shape[1:]))
 
         return replace(self, batch=map_tensors(resized, self.batch, reconstructs=True), batch_size=batch_size)
-
-    def calibrated(self, intervals: tuple[Interval, ...], plan: Plan) -> tuple[Interval, ...]:
-        """Return ``intervals``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
-
-        The intervals of a plan with an activation budget are returned unchanged, because a run with a budget measures
-        the activations of its blocks and keeps the peak within the budget.
-        """
-        if self.activation_factor == 1 or plan.activation.policy == "budget":
-            return intervals
-        return tuple(each.with_activations(self.activation_factor) for each in intervals)
 
     @cached_property
     def blocks(self) -> tuple[nn.Module, ...]:

@@ -167,8 +167,7 @@ class Estimator:
     def _forecast(self, plan: Plan, micro_batch: int, step: _StepRun, states: States | None) -> Forecast:
         away = Offloaded() if states is None else states.away
         moves = plan.offload.activations != "none"
-        intervals = self._workload.calibrated(step.run.intervals, plan)
-        moved_bytes = round(step.moved_bytes * self._workload.activation_factor)
+        intervals, moved_bytes = step.run.intervals, step.moved_bytes
         is_on_disk = plan.offload.activations == "disk"
         host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
         each_way = moved_bytes * plan.batch.accumulate_grad_batches if is_on_disk else 0
@@ -195,12 +194,6 @@ class Estimator:
             traffic=away.traffic + Traffic(disk_read_bytes=each_way, disk_written_bytes=each_way),
             remark=step.remark,
         )
-
-    def memory(self, plan: Plan, micro_batch: int) -> tuple[Interval, ...]:
-        """Return only the timeline of :meth:`estimate`, without computing the duration of the step."""
-        layout = self._layout(plan)
-        step = self._step(plan, layout, self._states_of(plan, layout), micro_batch)
-        return self._workload.calibrated(step.run.intervals, plan)
 
     def _layout(self, plan: Plan) -> Layout:
         on_cpu = self._machine.device.kind == "cpu"

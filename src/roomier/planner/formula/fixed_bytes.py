@@ -1,7 +1,6 @@
 """Device memory that is used in addition to the tensors of a step, and that a dry run does not include.
 
-These values were not measured with roomier itself. The values come from the sources below, and :func:`calibrate`
-replaces them with values from a run.
+These values were not measured with roomier itself. The values come from the sources below.
 
 [Note: fixed bytes of a GPU]
 *context*: memory that CUDA uses for a process and its loaded kernels. The context uses 426 MiB with PyTorch 2.10 and
@@ -40,15 +39,8 @@ gaps.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from typing import Any
 
-from roomier.core.errors import RoomierError
-from roomier.core.log import notice
 from roomier.plan import Plan
-from roomier.planner.hardware import cache
 from roomier.planner.hardware.devices import Sheet, sheet_of
 from roomier.planner.hardware.machine import Machine
 from roomier.techniques.optim.adamw import WORTH_COMPILING
@@ -60,29 +52,10 @@ _NCCL_RECEIVER_BYTES, _NCCL_SENDER_BYTES = 10 * MIB, 2 * MIB
 _MOST_CHANNELS, _CHANNELS_PCIE = 32, 4
 _SEGMENT_BYTES = (2 + 20) * MIB  # one segment of each size, because the last segment is partly empty
 FRAGMENTED_STEADY, FRAGMENTED, FRAGMENTED_EXPANDABLE = 0.04, 0.10, 0.02
-_SECTION = "fixed_bytes"
 COMPILER_HOST_BYTES = 116 * MIB
 """Host memory that a process retains after it compiles the update of 8-bit or 4-bit optimizer states. The value was
 measured as the increase in resident memory on a CPU with torch 2.13. A process that loads the result from the cache of
 torch uses less."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Values obtained from runs on one kind of device. Unknown values are None.
-
-    Attributes:
-        context_bytes: device memory outside the allocator, in a run with one rank.
-        communication_bytes: device memory outside the allocator and the context, in a run on several ranks.
-        fragmented: excess of peak reserved memory over peak allocated memory in steps with recomputation, sharding or
-            activation offloading, as a fraction of peak allocated memory.
-        fragmented_steady: the same fraction in steps without these techniques.
-    """
-
-    context_bytes: int | None = None
-    communication_bytes: int | None = None
-    fragmented: float | None = None
-    fragmented_steady: float | None = None
 
 
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
@@ -99,18 +72,14 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
     """
     if machine.device.kind != "cuda":
         return {}
-    learned, sheet = _learned(machine.device.name), sheet_of(machine.device.name)
+    sheet = sheet_of(machine.device.name)
     workspace_bytes = _workspace_bytes(sheet)
-    share = learned.fragmented_steady if _is_steady(plan) else learned.fragmented
-    fragmented = _fragmented(plan) if share is None else share
     found = {
-        "context": CONTEXT_BYTES if learned.context_bytes is None else learned.context_bytes,
+        "context": CONTEXT_BYTES,
         "communication": _communication_bytes(plan, machine, sheet),
         "workspace": workspace_bytes,
-        "allocator": _SEGMENT_BYTES + int(fragmented * (tensor_bytes + workspace_bytes)),
+        "allocator": _SEGMENT_BYTES + int(_fragmented(plan) * (tensor_bytes + workspace_bytes)),
     }
-    if found["communication"] and learned.communication_bytes is not None:
-        found["communication"] = learned.communication_bytes
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
@@ -122,54 +91,6 @@ def compiler_bytes(plan: Plan, num_parameters: int) -> int:
     """
     is_coded = plan.optimizer.name in ("adamw8bit", "adamw4bit") and plan.optimizer.options.get("compiled") is not False
     return COMPILER_HOST_BYTES if is_coded and num_parameters >= WORTH_COMPILING else 0
-
-
-def calibrate(
-    plan: Plan, machine: Machine, *, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None = None
-) -> Calibration:
-    """Derive fixed bytes from one run of ``plan``, and store these values for all plans on devices of this kind.
-
-    ``roomier plan --calibrated_by RUN`` calls this function. The measured fragmentation applies only to plans of the
-    same class as ``plan``: either plans that use recomputation, sharding or activation offloading, or plans that use
-    none of them.
-
-    Args:
-        plan: plan of the run.
-        machine: machine of the run.
-        allocated_bytes: ``torch.accelerator.max_memory_allocated()`` after some steps.
-        reserved_bytes: ``torch.accelerator.max_memory_reserved()`` at the same time.
-        used_bytes: memory in use on the device at the same time (total minus free, from
-            ``torch.accelerator.get_memory_info()``); None if other processes use the device.
-
-    Raises:
-        RoomierError: the values cannot come from one run on a GPU.
-    """
-    _check(machine, allocated_bytes, reserved_bytes, used_bytes)
-    before = _learned(machine.device.name)
-    context, communication = before.context_bytes, before.communication_bytes
-    if used_bytes is not None:
-        outside = used_bytes - reserved_bytes
-        if plan.parallel.num_ranks == 1:
-            context = outside
-        else:
-            communication = max(0, outside - (CONTEXT_BYTES if context is None else context))
-    share = max(0.0, (reserved_bytes - _SEGMENT_BYTES) / allocated_bytes - 1)
-    known = replace(before, context_bytes=context, communication_bytes=communication)
-    learned = replace(known, fragmented_steady=share) if _is_steady(plan) else replace(known, fragmented=share)
-    kept = cache.read(_SECTION)
-    kept = kept if isinstance(kept, dict) else {}
-    cache.write(_SECTION, {**kept, machine.device.name: asdict(learned)})
-    return learned
-
-
-def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None) -> None:
-    if machine.device.kind != "cuda":
-        problem = "has no fixed bytes to calibrate"
-        raise RoomierError("machine", machine.device.name, problem, "Calibrate with a run on a GPU")
-    order = [0, allocated_bytes, reserved_bytes, *([] if used_bytes is None else [used_bytes])]
-    if allocated_bytes <= 0 or order != sorted(order):
-        problem = "must not decrease from the allocated to the reserved to the used bytes"
-        raise RoomierError("calibrate", tuple(order[1:]), problem, "Pass all three values of the same run, in bytes")
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
@@ -213,26 +134,3 @@ def _is_steady(plan: Plan) -> bool:
     """Return whether all steps allocate the same memory without freeing and reallocating memory in between."""
     is_kept = plan.activation.policy == "none" and plan.offload.activations == "none"
     return is_kept and plan.parallel.strategy in ("single", "ddp")
-
-
-def _learned(device: str) -> Calibration:
-    path = cache.cache_file()
-    return _kept(device, str(path), path.stat().st_mtime_ns if path.exists() else 0)
-
-
-@lru_cache(maxsize=64)
-def _kept(device: str, path: str, changed_at: int) -> Calibration:
-    """Return the stored calibration of ``device`` in the file at ``path``, which was modified at ``changed_at``."""
-    sections: Any = cache.read(_SECTION) if changed_at else None
-    entry = sections.get(device) if isinstance(sections, Mapping) else None
-    if entry is None:
-        return Calibration()
-    try:
-        learned = Calibration(**entry)
-        figures = [value for value in asdict(learned).values() if value is not None]
-        if any(not float(value) >= 0 for value in figures):
-            raise ValueError("a negative value")
-    except (TypeError, ValueError):
-        notice(f"{path} contains an unreadable calibration for {device}, which is ignored")
-        return Calibration()
-    return learned

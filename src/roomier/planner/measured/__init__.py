@@ -1,1 +1,1 @@
-"""Forecasts compared with measurements: the record of a run, calibration, and out-of-memory errors."""
+"""Forecasts compared with measurements: the record of a run, and out-of-memory errors."""

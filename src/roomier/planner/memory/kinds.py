@@ -61,11 +61,6 @@ def added(one: BytesByKind, other: BytesByKind, factor: int = 1) -> NumBytes:
     return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}
 
 
-OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
-"""Kinds of memory whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
-results."""
-
-
 @dataclass(frozen=True)
 class Interval:
     """Memory during an interval of a step in which one part of the model runs.
@@ -97,12 +92,4 @@ class Interval:
     def plus(self, begin: BytesByKind, peak: BytesByKind, end: BytesByKind) -> Interval:
         """Return this interval with additional bytes at its start, at its peak and at its end."""
         moments = map(added, self.moments, (begin, peak, end))
-        return Interval(self.phase, self.place, *moments)
-
-    def with_activations(self, factor: float) -> Interval:
-        """Return this interval with the activations and temporaries multiplied by ``factor``."""
-        moments = (
-            {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
-            for moment in self.moments
-        )
         return Interval(self.phase, self.place, *moments)
