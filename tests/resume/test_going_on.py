@@ -86,6 +86,12 @@ def test_last_without_a_checkpoint_starts_a_new_run_with_a_notice(
     assert "no complete checkpoint" in capfd.readouterr().err
 
 
+def test_an_evaluation_of_last_without_a_checkpoint_is_an_error(net: Any, shuffled: Make, tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path / "empty", limit_val_batches=1)
+    with pytest.raises(CheckpointError, match=r"ckpt_path='last'.*empty contains none.*default_root_dir"):
+        trainer.validate(net(), shuffled(), ckpt_path="last")
+
+
 def test_a_checkpoint_with_only_weights_cannot_be_resumed(runs: Any, net: Any, shuffled: Make) -> None:
     saver = ModelCheckpoint(save_weights_only=True)
     runs.fit("run", net, shuffled, max_steps=2, callbacks=[saver])

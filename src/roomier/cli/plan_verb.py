@@ -404,7 +404,7 @@ def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bo
     ranks = {"devices": machine.devices_per_node, "num_nodes": machine.num_nodes, "accelerator": kind}
     name = config.strategy or "auto"
     if keywords["plan"] is None:
-        keywords |= ranks | {"strategy": {**own, "name": name} if own and "+" not in name else name}
+        keywords |= ranks | {"strategy": name if "+" in name else {**own, "name": name}}
         if keywords["optimizer"] is None and not optimizes_itself:
             keywords["optimizer"] = "adamw"
         if config.memory_budget is not None:

@@ -21,7 +21,7 @@ from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.errors import NoForecastError
+from roomier.core.errors import CheckpointError, NoForecastError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.loggers.group import set_run_folder
@@ -248,10 +248,15 @@ def find_start(
         best_path: path of the best checkpoint of the last fit, for ``ckpt_path="best"``.
 
     Raises:
-        RoomierError: the checkpoint or the weights file does not exist.
+        RoomierError: the checkpoint or the weights file does not exist. For a fit, ``"last"`` may name none.
     """
     root, asked = request.root, request.ckpt_path
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
+    if asked == "last" and path is None and not request.is_fit:
+        action = (
+            "Pass default_root_dir of the fit or the path of a checkpoint, or None to use the weights of the module"
+        )
+        raise CheckpointError("ckpt_path", asked, f"names no checkpoint, because {root} contains none", action)
     job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
     if earlier is not None:
