@@ -124,7 +124,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
     """Return the values of all options.
 
     Raises:
-        RoomierError: options are invalid. All errors are reported together.
+        RoomierError: an option is invalid.
         SystemExit: after ``--help`` or ``--print_config``.
         Exception: raised by an imported module.
     """

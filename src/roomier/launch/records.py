@@ -96,8 +96,6 @@ class Late:
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
         is_silent: True if the rank no longer publishes records.
-        process_state: state of the process of a silent rank, as named by psutil; None if the state is unknown, for
-            example on another machine.
     """
 
     rank: int
@@ -105,7 +103,6 @@ class Late:
     waited_s: float
     left_s: float | None
     is_silent: bool = False
-    process_state: str | None = None
 
 
 @dataclass(frozen=True)
