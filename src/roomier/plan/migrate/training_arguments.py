@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from enum import Enum, auto
 from numbers import Real
 from typing import Any
 
@@ -19,51 +19,16 @@ from roomier.plan.migrate.answers import Answers
 Convert = Callable[[Answers, str, Any], None]
 
 
-@dataclass(frozen=True)
-class Converted:
-    """Field with an equivalent argument of the Trainer.
+class Why(Enum):
+    """Why a field has no equivalent argument."""
 
-    Attributes:
-        convert: function that records the answer to a value.
-        is_default_used: True to record an answer even if a TrainingArguments object has the default value, because
-            roomier's default differs.
-    """
-
-    convert: Convert
-    is_default_used: bool = False
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Field that belongs to another object of roomier. As an argument of the Trainer, the field is rejected.
-
-    Attributes:
-        action: instruction for the user that names the other object.
-    """
-
-    action: str
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Field that does not affect training with roomier.
-
-    Attributes:
-        reason: reason why the field has no effect.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """Field without an equivalent.
-
-    Attributes:
-        action: the nearest alternative.
-    """
-
-    action: str
+    ELSEWHERE = auto()
+    """The field belongs to another object of roomier, which the text names. As an argument of the Trainer, the field is
+    rejected."""
+    NO_EFFECT = auto()
+    """The field does not affect training with roomier, for the reason in the text."""
+    UNSUPPORTED = auto()
+    """The field is not supported. The text names the nearest alternative."""
 
 
 def _as(keyword: str, meaning: Callable[[Any], Any] = lambda value: value, remark: str = "") -> Convert:
@@ -207,51 +172,52 @@ _DATA = "Pass a DataLoader to fit: trainer.fit(model, train_dataloaders, val_dat
 _OWN_LOSS = "Compute the loss in training_step of a Module"
 _WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
 _FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, but in transformers the first rate is 0"
-_RECOMPUTE = Converted(_if_true("activation_checkpointing", "full"))
-_ON_CPU = Converted(_if_true("accelerator", "cpu"))
+_RECOMPUTE = _if_true("activation_checkpointing", "full")
+_ON_CPU = _if_true("accelerator", "cpu")
 
-_CONVERTED = {
-    "output_dir": Converted(_if_set(_as("default_root_dir"))),
-    "num_train_epochs": Converted(
-        _count("max_epochs", "Use max_steps to train for a part of an epoch"), is_default_used=True
-    ),
-    "gradient_accumulation_steps": Converted(_as("accumulate_grad_batches")),
-    "max_grad_norm": Converted(_as("gradient_clip_val", lambda value: value or None), is_default_used=True),
-    "lr_scheduler_type": Converted(_schedule, is_default_used=True),
-    "lr_scheduler_kwargs": Converted(_if_set(_schedule_options)),
-    "warmup_steps": Converted(
-        _if_set(_count("lr_schedule.warmup_steps", _WARM_UP, _FIRST_STEP), lambda value: value != 0)
-    ),
-    "optim": Converted(_optimizer, is_default_used=True),
-    "weight_decay": Converted(_as("optimizer.weight_decay"), is_default_used=True),
-    "adam_beta1": Converted(_beta(0)),
-    "adam_beta2": Converted(_beta(1)),
-    "adam_epsilon": Converted(_as("optimizer.eps")),
-    "bf16": Converted(_if_true("precision", "bf16-mixed")),
-    "fp16": Converted(_if_true("precision", "16-mixed")),
-    "tf32": Converted(_if_set(_as("matmul_precision", lambda value: "high" if value else "highest"))),
+CONVERTED: dict[str, Convert] = {
+    "output_dir": _if_set(_as("default_root_dir")),
+    "num_train_epochs": _count("max_epochs", "Use max_steps to train for a part of an epoch"),
+    "gradient_accumulation_steps": _as("accumulate_grad_batches"),
+    "max_grad_norm": _as("gradient_clip_val", lambda value: value or None),
+    "lr_scheduler_type": _schedule,
+    "lr_scheduler_kwargs": _if_set(_schedule_options),
+    "warmup_steps": _if_set(_count("lr_schedule.warmup_steps", _WARM_UP, _FIRST_STEP), lambda value: value != 0),
+    "optim": _optimizer,
+    "weight_decay": _as("optimizer.weight_decay"),
+    "adam_beta1": _beta(0),
+    "adam_beta2": _beta(1),
+    "adam_epsilon": _as("optimizer.eps"),
+    "bf16": _if_true("precision", "bf16-mixed"),
+    "fp16": _if_true("precision", "16-mixed"),
+    "tf32": _if_set(_as("matmul_precision", lambda value: "high" if value else "highest")),
     "gradient_checkpointing": _RECOMPUTE,
     "activation_checkpointing": _RECOMPUTE,
-    "torch_compile": Converted(_if_true("compile", True)),
-    "torch_compile_backend": Converted(_if_set(_as("compile.backend"))),
-    "torch_compile_mode": Converted(_if_set(_as("compile.mode"))),
-    "auto_find_batch_size": Converted(
-        _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit")
-    ),
-    "logging_steps": Converted(_count("log_every_n_steps", "Use a number of steps"), is_default_used=True),
-    "disable_tqdm": Converted(_if_true("enable_progress_bar", False)),
-    "report_to": Converted(_if_set(_reports)),
-    "eval_strategy": Converted(_validation, is_default_used=True),
-    "evaluation_strategy": Converted(_validation),
-    "full_determinism": Converted(_if_true("deterministic", True)),
+    "torch_compile": _if_true("compile", True),
+    "torch_compile_backend": _if_set(_as("compile.backend")),
+    "torch_compile_mode": _if_set(_as("compile.mode")),
+    "auto_find_batch_size": _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit"),
+    "logging_steps": _count("log_every_n_steps", "Use a number of steps"),
+    "disable_tqdm": _if_true("enable_progress_bar", False),
+    "report_to": _if_set(_reports),
+    "eval_strategy": _validation,
+    "evaluation_strategy": _validation,
+    "full_determinism": _if_true("deterministic", True),
     "use_cpu": _ON_CPU,
     "no_cuda": _ON_CPU,
-    "use_mps_device": Converted(_if_true("accelerator", "mps")),
-    "ddp_timeout": Converted(_as("hang_timeout", lambda value: {"seconds": value})),
-    "fsdp": Converted(_if_set(_fsdp, bool)),
-    "fsdp_config": Converted(_if_set(_fsdp_config, bool)),
-    "deepspeed": Converted(_if_set(_as("deepspeed"))),
+    "use_mps_device": _if_true("accelerator", "mps"),
+    "ddp_timeout": _as("hang_timeout", lambda value: {"seconds": value}),
+    "fsdp": _if_set(_fsdp, bool),
+    "fsdp_config": _if_set(_fsdp_config, bool),
+    "deepspeed": _if_set(_as("deepspeed")),
 }
+"""Functions that record the answer to a value of a field with an equivalent argument."""
+
+_WITH_OTHER_DEFAULT = (
+    *("num_train_epochs", "max_grad_norm", "lr_scheduler_type", "optim", "weight_decay", "logging_steps"),
+    "eval_strategy",
+)
+"""Fields that are answered even if an object has their default value, because roomier's default differs."""
 
 # instruction or reason: fields, separated by spaces
 _ELSEWHERE = {
@@ -337,13 +303,14 @@ _UNSUPPORTED = {
     "Export the model with roomier.checkpoint.export": "jit_mode_eval",
 }
 
-FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
-    **_CONVERTED,
-    **{name: Elsewhere(text) for text, names in _ELSEWHERE.items() for name in names.split()},
-    **{name: NoEffect(text) for text, names in _WITHOUT_EFFECT.items() for name in names.split()},
-    **{name: Unsupported(text) for text, names in _UNSUPPORTED.items() for name in names.split()},
+_TEXTS = {Why.ELSEWHERE: _ELSEWHERE, Why.NO_EFFECT: _WITHOUT_EFFECT, Why.UNSUPPORTED: _UNSUPPORTED}
+OTHERS: dict[str, tuple[Why, str]] = {
+    name: (why, text) for why, texts in _TEXTS.items() for text, names in texts.items() for name in names.split()
 }
-"""Translation of each field of TrainingArguments, except the fields that are identical in roomier's Trainer."""
+"""Answer to each field without an equivalent argument."""
+
+FIELDS = CONVERTED.keys() | OTHERS.keys()
+"""All fields of TrainingArguments, except the fields that are identical in roomier's Trainer."""
 
 SAME = ("max_steps", "learning_rate")
 """Fields with the same name and meaning as an argument of roomier's Trainer."""
@@ -369,8 +336,7 @@ _CLASS_NAMES = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 def advice() -> dict[str, str]:
     """Return the alternative for each argument that is not accepted as a keyword of the Trainer."""
-    fields = {name: each.action for name, each in FIELDS.items() if isinstance(each, (Elsewhere, Unsupported))}
-    return {**OF_TRAINER, **fields}
+    return {**OF_TRAINER, **{name: text for name, (why, text) in OTHERS.items() if why is not Why.NO_EFFECT}}
 
 
 def is_training_arguments(value: object) -> bool:
@@ -380,7 +346,8 @@ def is_training_arguments(value: object) -> bool:
 
 def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of ``names`` whose key is a field that has an equivalent argument or no effect."""
-    return {name: value for name, value in names.items() if isinstance(FIELDS.get(name), (Converted, NoEffect))}
+    rejected = advice()
+    return {name: value for name, value in names.items() if name in FIELDS and name not in rejected}
 
 
 def answers_to_fields(given: Mapping[str, Any]) -> Answers:
@@ -396,28 +363,24 @@ def answers_to_object(arguments: Any) -> Answers:
     roomier's defaults."""
     answers = Answers(type(arguments).__name__)
     for field in dataclasses.fields(arguments):
-        value, known = getattr(arguments, field.name), FIELDS.get(field.name)
+        value = getattr(arguments, field.name)
         if field.name == "num_train_epochs" and arguments.max_steps > 0:
             continue  # max_steps replaces it
-        is_used = isinstance(known, Converted) and known.is_default_used
         if field.name in SAME:
             answers.use(field.name, value, field.name, value)
-        elif is_used or not _is_default(field, value):
+        elif field.name in _WITH_OTHER_DEFAULT or not _is_default(field, value):
             _answer(answers, field.name, value)
     return answers
 
 
 def _answer(answers: Answers, name: str, value: Any) -> None:
-    known = FIELDS.get(name)
-    if isinstance(known, Converted):
-        known.convert(answers, name, value)
-    elif isinstance(known, Elsewhere):
-        answers.ignore(name, value, known.action)
-    elif isinstance(known, NoEffect):
-        answers.ignore(name, value, known.reason)
+    why, text = OTHERS.get(name, (Why.UNSUPPORTED, "Remove it"))
+    if name in CONVERTED:
+        CONVERTED[name](answers, name, value)
+    elif why is Why.UNSUPPORTED:
+        answers.reject(name, value, "is not supported", text)
     else:
-        action = "Remove it" if known is None else known.action
-        answers.reject(name, value, "is not supported", action)
+        answers.ignore(name, value, text)
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

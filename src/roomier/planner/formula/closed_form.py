@@ -225,7 +225,7 @@ class _CutStep(_StepTimeline):
         walk.end_backward_of_all()
 
     def _with_notes(self, level: Rise, gradient_bytes: int) -> list[list[int]]:
-        return [self.with_level(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
+        return [self.with_level(note, level, gradient_bytes) for note in self._walk.take_notes()]
 
 
 class UnitOrder:

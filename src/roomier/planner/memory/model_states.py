@@ -54,11 +54,9 @@ class StatesMoment:
     """Memory at one moment of a step.
 
     Attributes:
-        name: name of the moment, such as ``"forward, blocks.3"``.
         num_bytes: bytes on this rank by kind.
     """
 
-    name: str
     num_bytes: dict[Kind, int]
 
     def total(self, kinds: Iterable[Kind] = MODEL_STATES) -> int:
@@ -125,8 +123,8 @@ def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
 def _unsharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> list[StatesMoment]:
     """Return the moments of a step with unsharded parameters, on a single device or with DDP."""
 
-    def moment(name: str, gradient: int) -> StatesMoment:
-        return StatesMoment(name, {**dict.fromkeys(Kind, 0), **kept, Kind.GRADIENT: gradient})
+    def moment(gradient: int) -> StatesMoment:
+        return StatesMoment({**dict.fromkeys(Kind, 0), **kept, Kind.GRADIENT: gradient})
 
     gradients = sum(gradient_bytes(unit.weights) for unit in units)
     is_ddp = layout.strategy == "ddp"
@@ -140,19 +138,19 @@ def _unsharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int])
                 groups[-1] += unit.weights
             else:
                 groups += [[weight] for weight in unit.weights] if unit.is_root else [list(unit.weights)]
-        later = [moment(f"backward, {each[0].name}", buckets + gradient_bytes(each)) for each in reversed(groups)]
+        later = [moment(buckets + gradient_bytes(each)) for each in groups]
     else:
         # Gradients that are not reduced yet exist in addition to the buckets.
         extra = gradients if not is_ddp or layout.num_micro_batches > 1 else 0
-        later = [moment("backward", buckets + extra), moment("update", buckets if is_ddp else extra)]
-    return [moment("forward", buckets), *later, moment("between steps", buckets)]
+        later = [moment(buckets + extra)]
+    return [*later, moment(buckets)]
 
 
 def _sharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> list[StatesMoment]:
     """Return the moments of a step with sharded parameters."""
     step = _ShardedStep(units, layout, kept)
     now = dict(zip(KINDS, step.walk.now, strict=True))
-    return [*step.moments, StatesMoment("update", now), StatesMoment("between steps", {**now, Kind.GRADIENT: 0})]
+    return [*step.moments, StatesMoment(now), StatesMoment({**now, Kind.GRADIENT: 0})]
 
 
 class _ShardedStep:
@@ -172,10 +170,7 @@ class _ShardedStep:
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
 
     def _take_notes(self) -> None:
-        for note in self.walk.take_notes():
-            event = "" if note.event == "computes" else f" {note.event}"
-            name = f"{note.phase}, {self._units[note.unit].name}{event}"
-            self.moments.append(StatesMoment(name, dict(zip(KINDS, note.num_bytes, strict=True))))
+        self.moments += (StatesMoment(dict(zip(KINDS, note, strict=True))) for note in self.walk.take_notes())
 
     def _forward(self) -> None:
         for number in range(len(self._units)):

@@ -21,7 +21,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -193,23 +192,6 @@ def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:
     return math.ceil(shape[0] / layout.num_shards) * layout.num_shards * math.prod(shape[1:])
 
 
-class Note(NamedTuple):
-    """Bytes at one moment.
-
-    Attributes:
-        phase: ``"forward"`` or ``"backward"``.
-        unit: index of the unit.
-        event: ``"sent"`` (the buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``, or
-            ``"cast"`` (to a dtype that differs from the reduction dtype).
-        num_bytes: bytes by kind.
-    """
-
-    phase: str
-    unit: int
-    event: str
-    num_bytes: NumBytes
-
-
 class Walk:
     """Simulates the units of a sharded step and records the memory at each moment.
 
@@ -222,7 +204,7 @@ class Walk:
 
     Attributes:
         now: current bytes by kind.
-        notes: moments recorded since the last :meth:`take_notes`.
+        notes: bytes by kind at the moments since the last :meth:`take_notes`.
         sizes: sizes of the tensors of each unit.
     """
 
@@ -231,7 +213,7 @@ class Walk:
         self.layout = layout
         self.sizes = sizes or [unit_bytes(each, layout) for each in units]
         self.now = [0] * len(KINDS)
-        self.notes: list[Note] = []
+        self.notes: list[NumBytes] = []
         self._gathered: set[int] = set()
         self._sent_ahead: set[int] = set()
         self._kept_buffer = 0  # buffer of the last all-gather in a forward pass
@@ -242,11 +224,11 @@ class Walk:
         """Add ``num_bytes`` to the current bytes of ``kind``."""
         self.now[KINDS.index(kind)] += num_bytes
 
-    def note(self, phase: str, unit: int, event: str) -> None:
+    def note(self) -> None:
         """Record the current bytes."""
-        self.notes.append(Note(phase, unit, event, tuple(self.now)))
+        self.notes.append(tuple(self.now))
 
-    def take_notes(self) -> list[Note]:
+    def take_notes(self) -> list[NumBytes]:
         """Return and clear the recorded moments."""
         notes, self.notes = self.notes, []
         return notes
@@ -254,13 +236,12 @@ class Walk:
     def enter(self, unit: int, following: Sequence[int], phase: str) -> None:
         """Unshard ``unit``. The units in ``following`` are prefetched during the computation of ``unit``."""
         if unit not in self._gathered:
-            is_forward = phase == "forward"
             size = self.sizes[unit]
-            self._send(unit, phase)
+            self._send(unit)
             self._sent_ahead.discard(unit)
             self.now[_GATHERED] += size.gathered
-            self.note(phase, unit, "gathered")
-            if is_forward and not self.layout.on_gloo:
+            self.note()
+            if phase == "forward" and not self.layout.on_gloo:
                 self._free_buffer()
                 self._kept_buffer = size.gathered
             else:
@@ -268,7 +249,7 @@ class Walk:
             self._gathered.add(unit)
         for each in following if not self.layout.is_sequential else ():
             if each not in self._gathered:
-                self._send(each, phase)
+                self._send(each)
 
     def gathered_ahead(self, unit: int) -> Sequence[int]:
         """Return the indices of the units that are prefetched during the forward pass of ``unit``."""
@@ -286,7 +267,7 @@ class Walk:
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
         """Simulate the computation of the gradients of ``unit``. ``is_first`` marks the first micro-batch of a step."""
         self.take_over_gradients(unit, is_first=is_first)
-        self.note("backward", unit, "computes")
+        self.note()
 
     def take_over_gradients(self, unit: int, *, is_first: bool) -> None:
         """Count the gradients of ``unit`` after they were computed."""
@@ -307,7 +288,7 @@ class Walk:
         if layout.accumulates_unsharded and not is_last:
             if not is_summed:
                 self.now[_GRADIENT] += size.summed if is_first else 0
-                self.note("backward", unit, "packed")
+                self.note()
                 self.now[_GRADIENT] -= size.gradient
             return
         whole_bytes = size.gradient
@@ -326,14 +307,14 @@ class Walk:
         self.now[_SENT] -= self._summed_bytes
         self._summed_bytes = 0
 
-    def _send(self, unit: int, phase: str) -> None:
+    def _send(self, unit: int) -> None:
         if unit in self._sent_ahead:
             return
         self._sent_ahead.add(unit)
         size = self.sizes[unit]
         self.now[_SENT] += size.gathered
         self.now[_TEMPORARY] += size.cast
-        self.note(phase, unit, "sent")
+        self.note()
         self.now[_TEMPORARY] -= size.cast
 
     def _free(self, unit: int) -> None:
@@ -348,7 +329,7 @@ class Walk:
         comes_late = size.comes_late and is_new
         self._free_sent()
         self.now[_SENT] += size.sent
-        self.note("backward", unit, "packed")
+        self.note()
         last_bytes = int(whole_bytes * size.last_share)
         self.now[_GRADIENT] += last_bytes - whole_bytes
         self.now[_SENT] += size.received
@@ -359,13 +340,13 @@ class Walk:
         output_kind = _SENT if is_sent else _TEMPORARY
         self.now[output_kind] += size.output
         self.now[part_kind] += 0 if size.output else size.part
-        self.note("backward", unit, "reduced")
+        self.note()
         self.now[_GRADIENT] -= last_bytes
         if not comes_late:
             self.now[_SENT] -= size.received
         if size.output:
             self.now[part_kind] += size.part
-            self.note("backward", unit, "cast")
+            self.note()
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
         # Tensors of the reduction over replicas are retained until the backward pass ends.

@@ -32,11 +32,11 @@ def of_roomier(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     Raises:
         RoomierError: an argument was removed from Lightning, or a setting is not supported.
     """
-    if not given.keys() & (_CANDIDATES | (FIELDS.keys() - defaults.keys())):
+    if not given.keys() & (_CANDIDATES | (FIELDS - defaults.keys())):
         return dict(given)
     refuse_former_flags(given)
     found = dict(given)
-    if "args" in given or given.keys() & (FIELDS.keys() - defaults.keys()):
+    if "args" in given or given.keys() & (FIELDS - defaults.keys()):
         found = _with_training_arguments(found, defaults)
     for name in ("deepspeed", "strategy", "plan"):
         value = found.get(name)
