@@ -6,13 +6,13 @@ import pytest
 
 from roomier.cli import hardware_verb
 from roomier.cli.main import main
-from roomier.planner.hardware import cache
+from roomier.planner.hardware import measured
 from roomier.planner.hardware.this_machine import this_machine
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "cache" / "hardware.json")
+    monkeypatch.setattr(measured, "cache_file", lambda: tmp_path / "cache" / "hardware.json")
     monkeypatch.setattr(hardware_verb, "_SECONDS", 0.05)
 
 
@@ -40,10 +40,10 @@ def test_quick_measurement_prints_a_table_and_can_be_removed(capsys):
     out = capsys.readouterr().out
     assert "products in fp32" in out
     assert "1 rank" in out
-    assert f"stored in {cache.cache_file()}" in out.replace("\n", "")
-    assert cache.cache_file().exists()
+    assert f"stored in {measured.cache_file()}" in out.replace("\n", "")
+    assert measured.cache_file().exists()
     assert main(["hardware", "--forget"]) == 0
-    assert not cache.cache_file().exists()
+    assert not measured.cache_file().exists()
     assert main(["hardware", "--forget", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["forgotten"] is False
 
@@ -63,4 +63,4 @@ def test_invalid_options_are_rejected_without_a_measurement(words, expected, cap
     printed = capsys.readouterr()
     assert expected in printed.err
     assert printed.out == ""
-    assert not cache.cache_file().exists()
+    assert not measured.cache_file().exists()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roomier.planner.hardware import cache, measured, this_machine
+from roomier.planner.hardware import measured, this_machine
 from roomier.planner.hardware.measured import Measured, circumstances_of, store, stored
 from roomier.planner.hardware.measuring import measure_quickly
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
+    monkeypatch.setattr(measured, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
     this_machine._quick_look.cache_clear()
 
 
@@ -109,7 +109,7 @@ def test_a_quick_measurement_runs_once_per_process_and_lists_assumed_values(monk
     ],
 )
 def test_a_damaged_file_is_reported_and_ignored(content, capsys, monkeypatch):
-    path = cache.cache_file()
+    path = measured.cache_file()
     path.parent.mkdir()
     path.write_text(content)
     a_quick_look(monkeypatch)
@@ -122,9 +122,9 @@ def test_a_damaged_file_is_reported_and_ignored(content, capsys, monkeypatch):
 @pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("nan")])
 def test_invalid_rates_count_as_damage(rate, capsys):
     store([a_measurement()])
-    content = json.loads(cache.cache_file().read_text())
+    content = json.loads(measured.cache_file().read_text())
     content["measured"][0]["memory_bytes_per_s"] = rate
-    cache.cache_file().write_text(json.dumps(content))
+    measured.cache_file().write_text(json.dumps(content))
     assert stored() == []
     assert "contains no valid measurements" in capsys.readouterr().err
 
@@ -138,15 +138,12 @@ def test_a_failed_write_keeps_the_old_file(monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", fail)
     assert not store([a_measurement(2)])
     assert stored() == [a_measurement()]
-    assert [path.name for path in cache.cache_file().parent.iterdir()] == ["hardware.json"]
+    assert [path.name for path in measured.cache_file().parent.iterdir()] == ["hardware.json"]
     assert "no space left" in capsys.readouterr().err
 
 
-def test_a_write_changes_one_section_only():
-    cache.write("other", {"a": 1})
+def test_the_file_can_be_removed():
     store([a_measurement()])
-    assert cache.read("other") == {"a": 1}
-    assert cache.forget()
-    assert not cache.forget()
+    assert measured.forget()
+    assert not measured.forget()
     assert stored() == []
-    assert measured.stored() == []

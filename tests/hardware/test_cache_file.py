@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roomier.planner.hardware.cache import cache_file
+from roomier.planner.hardware.measured import cache_file
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.planner.hardware import cache, this_machine
+from roomier.planner.hardware import measured, this_machine
 from roomier.planner.hardware.devices import sheet_of
 from roomier.planner.hardware.measured import Measured, circumstances_of, store
 from tests.device_layer.accelerators import have_accelerator
@@ -16,7 +16,7 @@ TOTAL_BYTES = 85_000_000_000
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
+    monkeypatch.setattr(measured, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
     this_machine._quick_look.cache_clear()
 
 

@@ -19,7 +19,7 @@ from roomier.planner.memory.predict import layout_of
 from roomier.planner.memory.walk import Layout
 from roomier.planner.memory.weights import Unit, units_with_weights
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
-from roomier.planner.timing.traffic import sent_bytes, traffic_of
+from roomier.planner.timing.traffic import exchanges, traffic_of
 from roomier.planner.timing.update_time import update_time
 
 B = 2.0**20
@@ -46,9 +46,9 @@ def plan_of(strategy: str, devices: int, num_nodes: int = 1, **parts: Any) -> Pl
 
 def sent(plan: Plan, units: list[Unit], kind: str = "cuda") -> float:
     layout = layout_of(plan, torch.device(kind))
-    return sent_bytes(
-        traffic_of(units, plan, layout, machine(kind)), plan.batch.accumulate_grad_batches, layout.num_backwards
-    )
+    traffic = traffic_of(units, plan, layout, machine(kind))  # the links have no latency
+    counted = exchanges(traffic, plan.batch.accumulate_grad_batches, layout.num_backwards)
+    return sum(each.link_s * count for each, count in counted) * machine(kind).in_node.bytes_per_s
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])

@@ -30,25 +30,25 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.planner.hardware import cache  # late import: --help must not load torch
+    from roomier.planner.hardware.measured import cache_file, forget  # late import: --help must not load torch
 
     if options.forget:
-        existed = cache.forget()
-        result = {"forgotten": existed, "cache": str(cache.cache_file())}
-        text = f"removed {cache.cache_file()}" if existed else f"{cache.cache_file()} does not exist"
+        existed = forget()
+        result = {"forgotten": existed, "cache": str(cache_file())}
+        text = f"removed {cache_file()}" if existed else f"{cache_file()} does not exist"
         print(json.dumps(result) if options.json else text)
         return 0
     machines, is_kept = _measure(options)
     if options.json:
         from roomier.planner.hardware.spec import machine_as_dict
 
-        shown = {"cache": str(cache.cache_file()), "is_kept": is_kept}
+        shown = {"cache": str(cache_file()), "is_kept": is_kept}
         print(json.dumps({**shown, "machines": [machine_as_dict(machine) for machine in machines]}))
         return 0
     from rich.console import Console
 
     Console().print(_table(machines))
-    print(f"stored in {cache.cache_file()}" if is_kept else "not stored")
+    print(f"stored in {cache_file()}" if is_kept else "not stored")
     return 0
 
 

@@ -386,15 +386,6 @@ def update_mode(plan: PlanParts) -> str:
     return "deferred" if waits or plan.offload.optimizer_states == "cpu" else "speculative"
 
 
-def offloading_is_supported(plan: PlanParts) -> Iterator[PlanError]:
-    """Apply the rules for offloading if the plan offloads tensors or contains a setting for offloading."""
-    if plan.offload != OffloadPlan():
-        yield from offload_settings_have_a_tier(plan)
-        yield from parameters_are_sharded_or_single(plan)
-        yield from offloaded_updates_have_their_optimizer(plan)
-        yield from speculation_has_reduced_gradients(plan)
-
-
 def offload_settings_have_a_tier(plan: PlanParts) -> Iterator[PlanError]:
     """Reject settings of a tier that the plan does not use."""
     offload = plan.offload
@@ -481,5 +472,8 @@ LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     unused_parameters_are_known_before_updates,
     quantized_base_is_unsharded,
     kernel_is_of_the_device,
-    offloading_is_supported,
+    offload_settings_have_a_tier,
+    parameters_are_sharded_or_single,
+    offloaded_updates_have_their_optimizer,
+    speculation_has_reduced_gradients,
 ]

@@ -1,20 +1,30 @@
-"""Results of measurements of this machine, and functions that store the results."""
+"""Results of measurements of this machine, and functions that store the results in a JSON file in the user's cache
+folder.
+
+The file is replaced atomically, so a reader never reads an incomplete file. If two processes write at the same time,
+the later write can discard the results that the earlier write stored.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from roomier.core.device.resolve import device_name
 from roomier.core.log import notice
-from roomier.planner.hardware import cache
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_json
 from roomier.planner.hardware.host import cpu_model, host_name, threads_of_rank
 
-_SECTION = "measured"
+_VERSION = 1  # of the file
 
 
 @dataclass(frozen=True)
@@ -95,24 +105,56 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def cache_file() -> Path:
+    """Return the path of the file in the system's cache folder (``XDG_CACHE_HOME``, ``~/Library/Caches`` or
+    ``LOCALAPPDATA``)."""
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "roomier" / "hardware.json"
+
+
 def stored() -> list[Measured]:
-    """Return all stored measurements."""
-    entries = cache.read(_SECTION)
-    if entries is None:
-        return []
+    """Return all stored measurements. If the file cannot be read, print a notice and ignore the file."""
+    path = cache_file()
     try:
-        return [_measured(entry) for entry in entries]
-    except (TypeError, KeyError, ValueError, AttributeError):
-        notice(f"{cache.cache_file()} contains no valid measurements; `roomier hardware` rewrites it")
+        content = read_json(path, parse_constant=float)
+        if content["version"] != _VERSION:
+            raise ValueError("another version of roomier wrote it")
+        return [_measured(entry) for entry in content["measured"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        notice(f"{path} contains no valid measurements ({why}) and is ignored; `roomier hardware` rewrites it")
         return []
 
 
 def store(measured: Sequence[Measured]) -> bool:
-    """Store ``measured``, replace stored measurements that were taken under the same conditions, and return whether the
-    file was written."""
+    """Store ``measured``, and replace stored measurements that were taken under the same conditions. If the file cannot
+    be written, print a notice and return False."""
     replaced = [each.circumstances for each in measured]
     kept = [each for each in stored() if each.circumstances not in replaced]
-    return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])
+    target = cache_file()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            json.dump({"version": _VERSION, "measured": [asdict(each) for each in (*kept, *measured)]}, file, indent=1)
+    except OSError as error:
+        notice(f"{target} cannot be written ({error}), so the next run repeats the measurement")
+        return False
+    return True
+
+
+def forget() -> bool:
+    """Remove the file, and return whether it existed."""
+    target = cache_file()
+    is_there = target.exists()
+    target.unlink(missing_ok=True)
+    return is_there
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:

@@ -39,21 +39,15 @@ class UnitExchange:
     """One collective.
 
     Attributes:
-        sent_bytes: bytes that this rank sends.
         link_s: time that the collective occupies the link, in seconds.
         copied_bytes: bytes that this rank reads and writes locally for packing, unpacking and sums.
     """
 
-    sent_bytes: float = 0.0
     link_s: float = 0.0
     copied_bytes: float = 0.0
 
     def __add__(self, other: UnitExchange) -> UnitExchange:
-        return UnitExchange(
-            self.sent_bytes + other.sent_bytes,
-            self.link_s + other.link_s,
-            self.copied_bytes + other.copied_bytes,
-        )
+        return UnitExchange(self.link_s + other.link_s, self.copied_bytes + other.copied_bytes)
 
 
 NOTHING = UnitExchange()
@@ -122,11 +116,6 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
     return found
 
 
-def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1) -> float:
-    """Return the number of bytes that a rank sends in one optimizer step."""
-    return sum(each.sent_bytes * count for each, count in exchanges(traffic, num_micro_batches, num_backwards))
-
-
 def exchanges(
     traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
 ) -> list[tuple[UnitExchange, int]]:
@@ -156,11 +145,8 @@ def num_buckets_of(units: Sequence[Unit]) -> int:
 def _gather(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
     group, whole_bytes = shard_group(plan), unit_bytes(unit, layout).gathered
     stored_bytes = sum(own_bytes(each, layout) for each in _sharded(unit))
-    return UnitExchange(
-        group.share_sent * whole_bytes,
-        gather_s(whole_bytes, group, machine),
-        stored_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes,
-    )
+    copied_bytes = stored_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes
+    return UnitExchange(gather_s(whole_bytes, group, machine), copied_bytes)
 
 
 def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExchange:
@@ -172,13 +158,12 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExc
     part_bytes = num_own * unit.sum_dtype.itemsize
     if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the other shards
         copied_bytes += whole_bytes + part_bytes * (2 * layout.num_shards - 1)
-    found = UnitExchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
+    found = UnitExchange(reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
     parallel = plan.parallel
     if parallel.num_ranks == layout.num_shards:
         return found
     copies = Group.of_copies(parallel.num_ranks, layout.num_shards, parallel.devices)
-    sent_bytes = 2 * copies.share_sent * part_bytes
-    return found + UnitExchange(sent_bytes, all_reduce_s(part_bytes, copies, machine))
+    return found + UnitExchange(all_reduce_s(part_bytes, copies, machine))
 
 
 def _sharded(unit: Unit) -> list[Weight]:
@@ -207,7 +192,7 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)
-        reduce = UnitExchange(2 * group.share_sent * wired, share * link_s, copied * whole)
+        reduce = UnitExchange(share * link_s, copied * whole)
         found.append(UnitTraffic(unit.name, NOTHING, reduce, is_last=unit.is_root))
     return found
 

@@ -77,12 +77,10 @@ class Update:
     Attributes:
         compute_s: duration of clipping and of the optimizer step.
         exchange_s: duration of communication during the update, which does not overlap with computation.
-        sent_bytes: bytes that this rank sends.
     """
 
     compute_s: float
     exchange_s: float = 0.0
-    sent_bytes: float = 0.0
 
 
 def update_time(
@@ -110,7 +108,7 @@ def update_time(
     for (phase, _), each in (work or {}).items():
         counted += each if phase == "update" else Work()
     if plan.optimizer.name is None and counted.num_operations:
-        return Update(duration(counted, device).on(device), *_clipping_exchange(plan, machine, layout))
+        return Update(duration(counted, device).on(device), _clipping_exchange_s(plan, machine, layout))
     trained = [each for unit in units for each in unit.weights if each.is_trained]
     prefixes = tuple(f"{block}." for block in blocks)
     of_muon = [
@@ -125,21 +123,17 @@ def update_time(
     seconds = _seconds(found, device)
     if hidden:
         seconds += sum(_muon_flops(each.shape) for each in hidden) / rate_of(torch.bfloat16, device)
-    exchange_s, sent_bytes = _clipping_exchange(plan, machine, layout)
+    exchange_s = _clipping_exchange_s(plan, machine, layout)
     group = shard_group(plan)
     if hidden and layout.is_sharded:  # full matrices are gathered before their update
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
-        sent_bytes += group.share_sent * sum(num_bytes)
     if layout.is_sharded:
-        sizes = _all_reduced_bytes(plan, trained)
-        exchange_s += sum(all_reduce_s(size, group, machine) for size in sizes)
-        sent_bytes += 2 * group.share_sent * sum(sizes)
+        exchange_s += sum(all_reduce_s(size, group, machine) for size in _all_reduced_bytes(plan, trained))
     if plan.optimizer.name == "onebit_adam":
         num_bytes_all = _SIGN_BYTES * sum(math.prod(each.shape) for each in trained)
         exchange_s += 2 * gather_s(num_bytes_all, group, machine)
-        sent_bytes += 2 * group.share_sent * num_bytes_all
-    return Update(seconds, exchange_s, sent_bytes)
+    return Update(seconds, exchange_s)
 
 
 def _all_reduced_bytes(plan: Plan, trained: Sequence[Weight]) -> list[int]:
@@ -198,11 +192,9 @@ def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
     return Work(other_bytes=num_passes * shard_bytes, num_operations=num_operations)
 
 
-def _clipping_exchange(plan: Plan, machine: Machine, layout: Layout) -> tuple[float, float]:
-    if not (plan.batch.clips_norm and layout.is_sharded):
-        return 0.0, 0.0
-    group = shard_group(plan)
-    return all_reduce_s(4, group, machine), 2 * group.share_sent * 4
+def _clipping_exchange_s(plan: Plan, machine: Machine, layout: Layout) -> float:
+    clips = plan.batch.clips_norm and layout.is_sharded
+    return all_reduce_s(4, shard_group(plan), machine) if clips else 0.0
 
 
 def _muon_flops(shape: tuple[int, ...]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from roomier.core.errors import did_you_mean, nearest
 from roomier.plan.migrate.answers import Answers
-from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, NUMBERS, REJECTED, SECTIONS, WITHOUT_EFFECT
+from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, NUMBERS, REJECTED, SECTIONS, reason_of
 from roomier.plan.parts import PARTS
 
 _DISABLED = "is disabled"
@@ -68,7 +68,7 @@ def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> di
             _answer_section(answers, key, value)
         elif key in ("optimizer", "scheduler"):
             continue
-        elif isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in KNOWN):
+        elif isinstance(value, Mapping) and (reason_of(key) or any(known.startswith(f"{key}.") for known in KNOWN)):
             found |= _leaves(value, answers, f"{key}.")
         else:
             found[key] = value
@@ -87,8 +87,8 @@ def _answer_section(answers: Answers, key: str, value: Any) -> None:
 
 def _answer_rest(answers: Answers, key: str, value: Any) -> None:
     """Record the answer to a key that determines no argument."""
-    if key in WITHOUT_EFFECT:
-        answers.ignore(key, value, WITHOUT_EFFECT[key])
+    if (reason := reason_of(key)) is not None:
+        answers.ignore(key, value, reason)
     elif key in REJECTED and value in _OFF:
         answers.ignore(key, value, _DISABLED)
     elif key in REJECTED:
@@ -339,7 +339,7 @@ def without_auto(
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             found[name] = without_auto(value, answers, given, f"{key}.")
-        elif value != "auto" or key in WITHOUT_EFFECT or key.partition(".")[0] in SECTIONS:
+        elif value != "auto" or reason_of(key) or key.partition(".")[0] in SECTIONS:
             found[name] = value
         elif key not in _DEFAULTS:
             answers.reject(

@@ -72,11 +72,6 @@ _GROUPS: list[tuple[str, str, str]] = [
         "updates overlap with computation without approximation, in the mode that offload.update selects",
     ),
     (
-        "aio",
-        "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
-        _ON_DISK,
-    ),
-    (
         "fp16",
         "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
         _SCALE,
@@ -85,7 +80,6 @@ _GROUPS: list[tuple[str, str, str]] = [
     ("bf16", "immediate_grad_update check_grad_overflow", _DTYPES),
     ("bf16", "bf16_optimizer_states", "optimizer states are float32; optimizer='adamw8bit' stores them in 8 bits"),
     ("torch_autocast", "lower_precision_safe_modules", "torch.autocast selects the operations"),
-    ("data_types", "grad_accum_dtype param_dtype buffer_dtype", _DTYPES),
     (
         "",
         "prescale_gradients gradient_predivide_factor",
@@ -100,22 +94,6 @@ _GROUPS: list[tuple[str, str, str]] = [
     ("", "vocabulary_size graph_harvesting use_data_before_expert_parallelism ddp_bf16", "roomier has no such setting"),
     ("", "data_parallel_group global_rank", "the launcher determines the ranks"),
     ("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", _LOGS),
-    ("timers.throughput", "enabled synchronized", _LOGS),
-    (
-        "flops_profiler",
-        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-        "use callbacks=[Throughput()] or profiler=...",
-    ),
-    ("comms_logger", "enabled prof_all prof_ops verbose debug comms_logger", "use profiler='torch'"),
-    ("tensorboard", "enabled output_path job_name", "logger='tensorboard' writes TensorBoard files"),
-    ("wandb", "enabled group team project", "logger='wandb' logs to Weights & Biases"),
-    ("csv_monitor", "enabled output_path job_name", "logger=True writes metrics.csv"),
-    (
-        "comet",
-        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
-        "logger='comet' logs to Comet",
-    ),
-    ("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage", _FILES),
     ("checkpoint", "writer", "ModelCheckpoint(async_save=True) writes while training continues"),
     (
         "activation_checkpointing",
@@ -124,19 +102,31 @@ _GROUPS: list[tuple[str, str, str]] = [
     ),
     ("optimizer", "legacy_fusion", "torch selects the kernels of the optimizer"),
     ("compile", "enabled backend kwargs", "the argument compile compiles the blocks of the model"),
-    (
-        "compile",
-        "free_activation free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states "
-        "double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce "
-        "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes",
-        "these settings belong to DeepCompile; use the arguments offload and activation_checkpointing",
-    ),
 ]
 
 WITHOUT_EFFECT: dict[str, str] = {
-    f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()
+    **{f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()},
+    # sections, whose keys have no effect unless they are listed elsewhere
+    "aio": _ON_DISK,
+    "data_types": _DTYPES,
+    "timers": _LOGS,
+    "flops_profiler": "use callbacks=[Throughput()] or profiler=...",
+    "comms_logger": "use profiler='torch'",
+    "tensorboard": "logger='tensorboard' writes TensorBoard files",
+    "wandb": "logger='wandb' logs to Weights & Biases",
+    "csv_monitor": "logger=True writes metrics.csv",
+    "comet": "logger='comet' logs to Comet",
+    "checkpoint": _FILES,
+    "compile": "these settings belong to DeepCompile; use the arguments offload and activation_checkpointing",
 }
-"""Mapping from each key without effect to the reason why it has no effect."""
+"""Mapping from each key and each section without effect to the reason why it has no effect."""
+
+
+def reason_of(key: str) -> str | None:
+    """Return the reason why ``key`` has no effect; None if it has an effect, is rejected or is unknown."""
+    of_section = None if key in REJECTED else WITHOUT_EFFECT.get(key.partition(".")[0])
+    return WITHOUT_EFFECT.get(key, of_section)
+
 
 _QUANTIZED = (
     "sends quantized values and thereby changes the gradients",
