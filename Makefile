@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 SLURM := .cache/slurm
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1
 DOCS := .cache/docs
+DOCS_TESTS ?= tests/docs
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
 # Two processes share the test files, and each has its own pool of ranks. `make test PARALLEL=` uses one process.
@@ -17,7 +18,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu docs lint style types format clean
+.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu docs site docs-code lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -27,7 +28,8 @@ help:
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
-	@echo 'make docs          build the documentation in site/ and check it'
+	@echo 'make site          build the documentation in site/, and check links and names'
+	@echo 'make docs          the same, and run the code of its pages'
 	@echo 'make lint          ruff, mypy and import-linter'
 	@echo 'make format        let ruff rewrite the files'
 	@echo 'make clean         remove .venv, caches and runs'
@@ -92,12 +94,23 @@ gpu: install
 	$(BIN)/python -m benchmarks gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
 	exit $$failed
 
-# The tools of the site have their own virtual environment without torch. Zensical builds the site. MkDocs also reports,
-# for example, pages without a place in the navigation. Zensical's option --clean would remove all folders of .cache.
-docs: $(DOCS)/.installed
-	@find .cache -maxdepth 1 -type f -delete
-	$(DOCS)/bin/zensical build --strict
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet --site-dir $(DOCS)/mkdocs
+docs: site docs-code
+
+# The tools of the site have their own virtual environment, without torch. Zensical builds the site. MkDocs also reports,
+# for example, pages without a place in the navigation. All problems are reported before the target fails. Zensical's
+# option --clean would remove all folders of .cache.
+site: $(DOCS)/.installed
+	@mkdir -p .cache && find .cache -maxdepth 1 -type f -delete
+	@failed=0; \
+	$(DOCS)/bin/zensical build --strict || failed=1; \
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir .cache/mkdocs || failed=1; \
+	$(DOCS)/bin/python -m tests.docs.check site || failed=1; \
+	exit $$failed
+
+# The code of the other pages takes minutes and runs in test-more.
+docs-code:
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m pytest -q -m 'not more' $(DOCS_TESTS); \
+	else echo 'the code of the pages was not run, because it requires make install'; fi
 
 $(DOCS)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.docs.code import ROOT, changes, difference, outputs, pages
 
-IN_MAKE_TEST = ("index",)
-"""Pages whose code runs in ``make test``. The code of the other pages runs in ``make test-more``."""
+IN_MAKE_TEST = ("errors", "index", "install")
+"""Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
 
 PAGES = [pytest.param(page, marks=() if page in IN_MAKE_TEST else pytest.mark.more) for page in pages()]

@@ -303,7 +303,8 @@ class Module(HasHyperParameters, ModuleHooks):
 
         Args:
             dictionary: names and values.
-            args, kwargs: other arguments of :meth:`log`, which apply to all items.
+            *args: other arguments of :meth:`log`, which apply to all items.
+            **kwargs: other arguments of :meth:`log`, which apply to all items.
         """
         for name, value in _items_to_log(dictionary):
             self.log(name, value, *args, **kwargs)

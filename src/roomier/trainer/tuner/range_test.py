@@ -180,7 +180,9 @@ def lr_find(
 
     Args:
         trainer: Trainer whose settings the test uses.
-        model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
+        model: same as in ``Trainer.fit``.
+        train_dataloaders: same as in ``Trainer.fit``.
+        datamodule: same as in ``Trainer.fit``.
         min_lr: learning rate of the first step.
         max_lr: learning rate of the last step.
         num_training: number of optimizer steps.

@@ -60,7 +60,9 @@ def scale_batch_size(
 
     Args:
         trainer: Trainer whose next fits use the size.
-        model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
+        model: same as in ``Trainer.fit``.
+        train_dataloaders: same as in ``Trainer.fit``.
+        datamodule: same as in ``Trainer.fit``.
         mode: ``"power"`` doubles the size as long as the micro-batch fits. ``"binsearch"`` also searches between the
             last size that fits and the first size that does not fit.
         steps_per_trial: number of optimizer steps per trial.

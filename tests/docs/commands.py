@@ -1,0 +1,46 @@
+"""The page ``reference/cli.md``: the verbs of ``roomier`` with their help texts."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+
+from roomier.cli.help_screen import TOPICS
+from roomier.cli.main import VERBS, main
+from tests.docs.markdown import table
+
+_LIKE_FIT = ("validate", "test", "predict")
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of the page."""
+    rows = [(f"[`roomier {verb}`](#{verb})", summary) for verb, (summary, _) in VERBS.items()]
+    parts = [
+        "# Command line",
+        "`roomier VERB [options]` runs one of these verbs:",
+        table(("command", "purpose"), rows),
+        "`--help` shows the most common options of a verb, `--help=TOPIC` the options of a topic, and `--help=OPTION` "
+        "one option. For every option that begins with `--trainer.`, [Trainer arguments](trainer.md) lists the values "
+        "and the default. The page [Exit codes](exit_codes.md) lists the exit codes.",
+    ]
+    for verb, (summary, _) in VERBS.items():
+        parts.append(f"## {verb}")
+        if verb in _LIKE_FIT:
+            parts.append(f"To {summary}, pass the options of [`roomier fit`](#fit).")
+            continue
+        parts.append(_shown(verb, "--help"))
+        if verb == "fit":
+            parts += [f"The options of the topic `run` in full ({TOPICS['run'].about}):", _shown(verb, "--help=run")]
+        if verb == "plan":
+            parts += [f"The options of the topic `plan` in full ({TOPICS['plan'].about}):", _shown(verb, "--help=plan")]
+    yield "reference/cli.md", "\n\n".join(parts)
+
+
+def _shown(*arguments: str) -> str:
+    """Return a command and its output as blocks of code."""
+    output = io.StringIO()
+    os.environ["COLUMNS"] = "100"  # the width that argparse uses
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
+        main(arguments)
+    lines = "\n".join(line.rstrip() for line in output.getvalue().strip().splitlines())
+    return f"```bash\nroomier {' '.join(arguments)}\n```\n\n```text\n{lines}\n```"

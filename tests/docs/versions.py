@@ -1,0 +1,61 @@
+"""The page ``compatibility.md``: versions that roomier accepts, and versions with which the tests pass."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.markdown import table
+
+ROOT = Path(__file__).parents[2]
+_INTRODUCTION = """# Compatibility
+
+roomier requires Python {python}. The tests run with Python {tested}. They are run on Linux with CPUs and with a
+[simulated accelerator](design/simulator.md), and this version has not been run on a GPU.
+
+The column *accepted* contains the versions that pip accepts, and *tested* the version with which the tests pass
+(`constraints.txt`). To install exactly the tested versions, pass `-c constraints.txt` to pip. The packages in the
+second table are optional: install those whose features you use.
+"""
+_TESTED_PYTHON = "3.11"
+_FEATURES = {
+    "accelerate": "comparison of `roomier.Accelerator` with the original",
+    "comet_ml": "`CometLogger`",
+    "huggingface_hub": "`roomier export --push-to-hub`",
+    "lightning": "modules, callbacks and loggers of Lightning",
+    "mlflow-skinny": "`MLFlowLogger`",
+    "onnx": "export to ONNX",
+    "onnxruntime": "check of an ONNX export",
+    "onnxscript": "export to ONNX",
+    "tensorboard": "`TensorBoardLogger`",
+    "torchmetrics": "metrics in `log`",
+    "transformers": "models of Hugging Face",
+    "wandb": "`WandbLogger`",
+    "webdataset": "streams as training data",
+}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of the page."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = {_key(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    optional = [each for extra in project["optional-dependencies"].values() for each in extra]
+    accepted = dict(_parsed(each) for each in (*optional, *project["dependencies"]))
+    required = [_parsed(each)[0] for each in project["dependencies"]]
+    rows = [(f"`{name}`", accepted[name], tested[_key(name)]) for name in sorted(required)]
+    features = [(f"`{name}`", text, accepted[name], tested[_key(name)]) for name, text in _FEATURES.items()]
+    introduction = _INTRODUCTION.format(python=project["requires-python"], tested=_TESTED_PYTHON)
+    tables = [table(("package", "accepted", "tested"), rows), table(("package", "for", "accepted", "tested"), features)]
+    yield "compatibility.md", "\n\n".join([introduction, *tables])
+
+
+def _parsed(requirement: str) -> tuple[str, str]:
+    """Return the name and the versions of a requirement."""
+    match = re.fullmatch(r"([\w-]+)(?:\[[^\]]*\])?(.*)", requirement)
+    assert match is not None
+    return match[1], match[2] or "any"
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")
