@@ -1,0 +1,1 @@
+roomier fit --help=debugging

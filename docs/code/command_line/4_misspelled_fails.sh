@@ -1,0 +1,1 @@
+roomier fit --config run.yaml --trainer.max_epoch 3 --trainer.precison bf16-mixed

@@ -1,0 +1,2 @@
+roomier export runs --to safetensors weights
+ls weights

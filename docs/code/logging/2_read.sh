@@ -1,0 +1,2 @@
+ls runs/version_0
+cat runs/version_0/metrics.csv

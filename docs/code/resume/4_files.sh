@@ -1,0 +1,1 @@
+ls runs/version_0 runs/version_0/checkpoints/*
