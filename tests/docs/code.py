@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -35,6 +36,7 @@ _MASKS = [
     (re.compile(r"\b\d[\d,.]*[kMG]? ?(\w+/s)\b"), r"RATE \1"),
     (re.compile(r"\b\d[\d,.]* ?(us|ms|s|min|h|seconds?|minutes?|hours?)\b"), "TIME"),
     (re.compile(r"\b(pid|process) \d+"), r"\1 PID"),
+    (re.compile(r"\b\d+\.\d%$", re.MULTILINE), "SHARE"),  # of the time, in the table of a profiler
     (re.compile(r"-{3,}"), "---"),
     (re.compile(r"[ \t]+"), " "),
     (re.compile(r" $", re.MULTILINE), ""),
@@ -90,6 +92,7 @@ def without_local_paths(text: str, folder: Path) -> str:
         str(folder): "/home/you/project",
         str(ROOT / "src"): packages,
         sysconfig.get_path("purelib"): packages,
+        f" on {socket.gethostname()})": " on node-1)",  # messages that name the process of a rank
     }
     for path, shown in replaced.items():
         text = text.replace(path, shown)

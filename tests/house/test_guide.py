@@ -20,8 +20,6 @@ def test_code_of_the_guide_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "precision.mode: '32-true' -> 'bf16-mixed'" in done.stdout
-    assert "strategy='tensor_parallel'" in done.stdout
 
 
 def test_links_of_the_guide() -> None:

@@ -1,0 +1,1 @@
+python train.py complete 50 2> run.log

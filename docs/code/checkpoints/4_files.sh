@@ -1,0 +1,1 @@
+find stopped/version_0 -type f | sort

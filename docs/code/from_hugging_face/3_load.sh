@@ -1,0 +1,1 @@
+python load.py 2> /dev/null

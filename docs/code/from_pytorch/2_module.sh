@@ -1,0 +1,1 @@
+python module.py 2> run.log

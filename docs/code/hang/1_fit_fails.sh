@@ -1,0 +1,1 @@
+python hangs.py 2> run.log

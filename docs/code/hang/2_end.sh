@@ -1,0 +1,1 @@
+grep "heartbeat: the run ends" run.log

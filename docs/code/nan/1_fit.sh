@@ -1,0 +1,1 @@
+python diverges.py 2>&1 | tail -1

@@ -1,0 +1,1 @@
+python diverges.py every 2>&1 | tail -1

@@ -1,0 +1,1 @@
+python diverges.py guard 2>&1 | tail -2

@@ -1,0 +1,1 @@
+python compare.py 2> run.log

@@ -1,0 +1,1 @@
+python auto.py 2> run.log

@@ -1,0 +1,1 @@
+roomier report runs/planned

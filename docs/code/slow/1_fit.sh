@@ -1,0 +1,1 @@
+python slow.py 2>&1 | grep -A 2 "profiler 'simple'"
