@@ -163,6 +163,47 @@ def test_section_without_class_path_sets_arguments_of_the_model_on_the_command_l
     assert printed["data"]["init_args"] == {"batch_size": 8}
 
 
+def test_all_problems_of_a_file_are_reported_together(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+    seed_everything: x
+    trainer:
+      max_step: 3
+      max_epochs: three
+      sync_batchnorm: maybe
+      use_distributed_sampler: maybe
+      precision: half
+      callbacks:
+      - {class_path: EarlyStopping, init_args: {monitor: v, patience: y}}
+      - {class_path: lightning.pytorch.callbacks.Timers}
+    model: {class_path: lines_of_lightning.Line, init_args: {lrr: 1, lr: x}}
+    data: lines_of_lightning.Pints
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentun: 0.9}}
+    """
+    (project / "run.yaml").write_text(text)
+    assert main(["fit", "--config", "run.yaml", "--trainer.nodes=2"]) == 2
+    error = capsys.readouterr().err
+    lines = error.splitlines()
+    expected = [
+        "seed_everything='x'",
+        "Did you mean 'max_steps'?",
+        "trainer.max_epochs='three'",
+        "sync_batchnorm='maybe'",
+        "use_distributed_sampler='maybe'",
+        "precision='half'",
+        "trainer.callbacks.patience='y'",
+        "Did you mean 'Timer'?",
+        "Did you mean 'lr'?",
+        "model.lr='x'",
+        "Did you mean 'Points'?",
+        "Did you mean 'momentum'?",
+        "--trainer.nodes",
+    ]
+    assert lines[0] == f"roomier: error: The command has {len(expected)} errors"
+    for text in expected:
+        assert sum(text in line for line in lines) == 1, text
+    assert len(lines) == 1 + len(expected)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

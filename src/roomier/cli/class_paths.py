@@ -6,27 +6,53 @@ If a module raises an exception at import, the exception is raised unchanged, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from roomier.cli.config_files import Option
+from roomier.cli.config_files import Option, write_content
 from roomier.core.errors import RoomierError, did_you_mean
 
 _CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger", "optimizer", "lr_scheduler")
+_UNKNOWN = object()
 
 
-def check_classes(options: Sequence[Option]) -> None:
-    """Import each class that ``options`` names.
+def remove_unknown_classes(options: list[Option]) -> list[RoomierError]:
+    """Import each class that ``options`` names. Return an error for each class that does not exist, and remove its
+    option."""
+    errors: list[RoomierError] = []
+    for option in list(options):
+        if option.content is not None:
+            known = _known(option.content, "", errors)
+            if known != option.content:
+                option.content = known
+                write_content(option)
+        elif option.field in _CLASS_OPTIONS or option.field.endswith(".class_path"):
+            try:
+                check_class_path(option.field, option.value)
+            except RoomierError as error:
+                errors.append(error)
+                options.remove(option)
+    return errors
 
-    Raises:
-        RoomierError: a class does not exist.
-    """
-    for option in options:
-        for field, value in option.values():
-            if isinstance(value, str) and (field in _CLASS_OPTIONS or field.endswith(".class_path")):
-                check_class_path(field, value)
+
+def _known(node: Any, field: str, errors: list[RoomierError]) -> Any:
+    """Return ``node`` without the classes that do not exist, and append their errors to ``errors``."""
+    is_class = isinstance(node, dict) and "class_path" in node
+    path = node["class_path"] if is_class else node if field in _CLASS_OPTIONS else None
+    if isinstance(path, str):
+        try:
+            check_class_path(f"{field}.class_path" if is_class else field, path)
+        except RoomierError as error:
+            errors.append(error)
+            return _UNKNOWN
+    if isinstance(node, dict):
+        inner = {key: _known(value, f"{field}.{key}" if field else str(key), errors) for key, value in node.items()}
+        return {key: value for key, value in inner.items() if value is not _UNKNOWN}
+    if isinstance(node, list):
+        values = [_known(value, f"{field}[{index}]", errors) for index, value in enumerate(node)]
+        return [value for value in values if value is not _UNKNOWN]
+    return node
 
 
 def check_class_path(field: str, path: str) -> None:

@@ -54,19 +54,16 @@ class Option:
     """One option of the command line.
 
     Attributes:
+        words: the words of the command line.
         field: name of the option, without ``--``.
-        value: value of the option; None if there is none.
+        value: value of the option; empty if there is none.
         content: for ``--config``, the content of the file.
     """
 
+    words: list[str]
     field: str
-    value: str | None
+    value: str
     content: dict[str, Any] | None = None
-
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the values of the option or of its file, with their keys in the format of jsonargparse's error
-        messages."""
-        return iter([(self.field, self.value)]) if self.content is None else _values(self.content)
 
 
 def options_in(arguments: Sequence[str]) -> list[Option]:
@@ -78,13 +75,16 @@ def options_in(arguments: Sequence[str]) -> list[Option]:
     found: list[Option] = []
     for word in arguments:
         if word.startswith("--"):
-            field, is_joined, value = word[2:].partition("=")
-            found.append(Option(field.removesuffix("+"), value if is_joined else None))
-        elif found and found[-1].value is None:
+            field, _, value = word[2:].partition("=")
+            found.append(Option([word], field.removesuffix("+"), value))
+        elif found and len(found[-1].words) == 1 and "=" not in found[-1].words[0]:
+            found[-1].words.append(word)
             found[-1].value = word
+        else:
+            found.append(Option([word], "", word))
     for option in found:
         if option.field == "config":
-            option.content = read_config(option.value or "")
+            option.content = read_config(option.value)
     return found
 
 
@@ -95,7 +95,8 @@ def check_texts(options: Sequence[Option]) -> None:
         RoomierError: a text has aliases that expand to too many values, or names a file that cannot be read.
     """
     for option in options:
-        for name, text in option.values():
+        texts = [(option.field, option.value)] if option.content is None else list(_values(option.content))
+        for name, text in texts:
             try:
                 check_aliases(text if isinstance(text, str) else "")
             except ExpansionError as error:
@@ -116,8 +117,45 @@ def naming_file(error: RoomierError, options: Sequence[Option]) -> RoomierError:
             return error
         found = [value for name, value in _values(option.content) if name == key]
         if found:
-            return in_file(error, str(option.value), found[-1])
+            return in_file(error, option.value, found[-1])
     return error
+
+
+def remove(options: list[Option], error: RoomierError) -> bool:
+    """Remove the invalid value that ``error`` names from ``options``, so that the other options can be checked.
+
+    Returns:
+        False if no option contains the value.
+    """
+    key = error.field.removeprefix("--")
+    for name in (f"{key}.{error.received}", key):
+        for option in reversed(options):
+            if option.content is not None and _delete(option.content, name):
+                write_content(option)
+                return True
+            if option.field.replace(f".{_INIT_ARGS}", "") == name:
+                options.remove(option)
+                return True
+    return False
+
+
+def write_content(option: Option) -> None:
+    """Replace the file of a ``--config`` option with the text of ``option.content``."""
+    option.words = ["--config", yaml.safe_dump(option.content)]
+
+
+def _delete(node: Any, key: str, field: str = "") -> bool:
+    """Delete the first value below ``node`` that :func:`_values` yields as ``key``. Return False if there is none."""
+    if isinstance(node, list):
+        return any(_delete(value, key, field) for value in node)
+    for name in list(node) if isinstance(node, dict) else ():
+        inner = field if name == _INIT_ARGS else f"{field}.{name}" if field else str(name)
+        if name != _INIT_ARGS and inner == key:
+            del node[name]
+            return True
+        if _delete(node[name], key, inner):
+            return True
+    return False
 
 
 def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:

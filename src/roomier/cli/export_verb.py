@@ -151,8 +151,11 @@ def _write_weights(options: argparse.Namespace, path: Path, output: Path) -> Non
 
 
 def _parser(verb: str) -> PlainParser:
-    description = "Export a checkpoint for other programs: its weights, a Lightning checkpoint, or the model itself."
-    parser = PlainParser(f"roomier {verb}", description)
+    parser = PlainParser(
+        prog=f"roomier {verb}",
+        description="Export a checkpoint for other programs: its weights, a Lightning checkpoint, or the model itself.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "checkpoint",
         type=at_home,

@@ -128,8 +128,11 @@ def _rate(link: Link | float | None) -> str:
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
-    description = "Measure this machine in less than a minute and store the results for planning."
-    parser = PlainParser(f"roomier {verb}", description)
+    parser = PlainParser(
+        prog=f"roomier {verb}",
+        description="Measure this machine in less than a minute and store the results for planning.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all fields of the machines")
     parser.add_argument(
         "--devices",

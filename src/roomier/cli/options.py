@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from roomier import callbacks
 from roomier.api.datamodule import DataModule
 from roomier.api.overrides import LightningDataModule
-from roomier.cli.class_paths import check_classes
-from roomier.cli.config_files import check_texts, naming_file, options_in
+from roomier.cli.class_paths import remove_unknown_classes
+from roomier.cli.config_files import check_texts, naming_file, options_in, remove
 from roomier.cli.explain import explain
 from roomier.cli.help_screen import first_screen, requested_topic, topic_text
+from roomier.core.errors import CombinedError, RoomierError, combined
 from roomier.core.yaml_text import check_aliases
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import HARMLESS_KEYWORDS
@@ -44,7 +45,7 @@ class VerbParser(ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         set_loader(_YAML, _load, (yaml.YAMLError,))
-        super().__init__(**{"parser_mode": _YAML, "exit_on_error": False, "allow_abbrev": False, **options})
+        super().__init__(**{"parser_mode": _YAML, **options})
         for name in callbacks.__all__:
             getattr(callbacks, name)
 
@@ -55,7 +56,9 @@ class VerbParser(ArgumentParser):
 def trainer_parser(verb: str) -> ArgumentParser:
     """Return the parser of ``verb``, with options for the arguments of the Trainer, the model class and the data
     class."""
-    parser = VerbParser(prog=f"roomier {verb}", description=_DESCRIPTIONS[verb])
+    parser = VerbParser(
+        prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument(
         "--config", action="config", help="YAML file with options; later options on the command line take precedence"
     )
@@ -134,8 +137,42 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
         raise SystemExit(0)
     options = options_in(arguments)
     check_texts(options)
-    check_classes(options)
-    try:
-        return parser.parse_args(list(arguments))
-    except ArgumentError as error:
-        raise naming_file(explain(str(error), parser), options) from None
+    errors = remove_unknown_classes(options)
+    missing = {error.field.partition(".")[0] for error in errors}
+    config = None
+    while config is None:
+        try:
+            config = parser.parse_args([word for option in options for word in option.words])
+        except ArgumentError as error:
+            found = naming_file(explain(str(error), parser), options)
+            is_removed = remove(options, found)
+            field = found.field.removeprefix("--")
+            if found.problem != "is required" or field not in missing:  # a removed option is also missing
+                errors.append(found)
+            missing.add(field)
+            if not is_removed:
+                break
+    if not errors:
+        assert config is not None
+        return config
+    if config is not None:
+        errors += _errors_of_trainer(config)
+    raise combined(list({str(error): error for error in errors}.values()), "The command")
+
+
+def _errors_of_trainer(config: Namespace) -> list[RoomierError]:
+    """Return the errors that the Trainer raises for its keywords. Callbacks and loggers are not created."""
+    objects = ("callbacks", "logger", "profiler")
+    keywords = {name: value for name, value in config.trainer.as_dict().items() if name not in objects}
+    errors: list[RoomierError] = []
+    while True:
+        try:
+            Trainer(**keywords)
+        except RoomierError as error:
+            found = error.errors if isinstance(error, CombinedError) else (error,)
+            errors += found
+            invalid = keywords.keys() & {each.field.partition(".")[0] for each in found}
+            keywords = {name: value for name, value in keywords.items() if name not in invalid}
+            if invalid:
+                continue
+        return errors

@@ -14,9 +14,6 @@ class PlainParser(argparse.ArgumentParser):
         RoomierError: an option is unknown, missing or invalid.
     """
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise an error with ``message``."""
         raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")

@@ -21,7 +21,6 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli import workloads
 from roomier.cli.options import VerbParser, add_data_and_options_of_lightning, parse
-from roomier.cli.report_verb import write_page
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.cli.workloads import Asked
 from roomier.core.device.resolve import num_devices, resolve_device
@@ -145,7 +144,10 @@ def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> 
     from roomier.planner.report.page import page_of
 
     name = f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters"
-    write_page(path, page_of(choice, grid, title="", subject=name))
+    try:
+        path.write_text(page_of(choice, grid, title="", subject=name))
+    except OSError as error:
+        raise RoomierError("--html", str(path), f"cannot be written: {error.strerror}", "Use another file") from error
     print(f"roomier: wrote {path}", file=sys.stderr)
 
 
@@ -222,7 +224,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
             :class:`GPTConfig`.
     """
-    parser = VerbParser(prog="roomier plan", description=_DESCRIPTION)
+    parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
     for name, (kind, about) in _OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind | None, default=None, help=about)

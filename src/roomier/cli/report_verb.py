@@ -146,25 +146,19 @@ def _write_page(path: Path, folder: Path, record: ForecastRecord, rates: dict[st
     lines = _rate_lines(rates)
     if lines:
         facts["Speed"] = lines[0].removeprefix("speed: ")
-    write_page(path, page_of_record(record, facts))
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the HTML page of ``--html``.
-
-    Raises:
-        RoomierError: the file cannot be written.
-    """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(page_of_record(record, facts), encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise RoomierError("--html", str(path), problem, "Use a file in an existing folder") from error
 
 
 def _parser(verb: str) -> PlainParser:
-    description = "Compare the forecast of a run with the measurement of one of its steps."
-    parser = PlainParser(f"roomier {verb}", description)
+    parser = PlainParser(
+        prog=f"roomier {verb}",
+        description="Compare the forecast of a run with the measurement of one of its steps.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", type=Path, help="a run folder, or a folder of runs, whose newest run is used")
     parser.add_argument(
         "--html",
