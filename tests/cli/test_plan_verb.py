@@ -89,6 +89,8 @@ def test_configuration_of_fit_is_accepted(capsys: pytest.CaptureFixture[str], tm
     [plan] = planned(capsys, "--config", str(run), *TWO)["plans"]
     assert plan["plan"]["precision"]["mode"] == "bf16-mixed"
     assert plan["strategy"] == "zero2"  # the option replaces the strategy of the run
+    assert main(["plan", "--config", str(run), "--hardware", "a100-40gb:2"]) == 0
+    assert "uses zero3, which fits" in capsys.readouterr().out
 
 
 def test_strategy_of_the_trainer_is_planned_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_output_of_user_code_is_not_mixed_with_json(
         ([*GPT, "--hf", "config.json"], ["cannot be combined: --hf and --model"]),
         ([*GPT, "--hardware", "a1000:8"], ["a1000"]),
         ([*GPT, "--hardware", "a100-40gb:x"], ["x"]),
-        ([*GPT, "--nodes", "0"], ["--nodes=0: must be an integer of at least 1"]),
+        ([*GPT, "--nodes", "0"], ["--nodes=0: must be at least 1"]),
         ([*GPT, *TWO[:2], "--strategy", "zero9"], ["strategy='zero9'", "Did you mean"]),
         ([*GPT, *TWO, "--memory_budget", "much"], ["memory_budget='much': is not a number of bytes"]),
         ([*GPT[:4], "--seq_len", "4096", *TWO], ["seq_len=4096: must be at most 1024"]),

@@ -60,10 +60,11 @@ def play(
     until_s: float = 1000.0,
     *,
     clock: Callable[[float], float] = lambda t: t,
+    state: str | None = None,
     judge: Judge | None = None,
 ) -> Found:
     """Pass the records to a judge every ``TICK_S``. ``clock`` converts the true time to the time of the judge."""
-    judge = judge or Judge(LIMITS)
+    judge = judge or Judge(LIMITS, lambda _: state)
     found = Found({}, {}, {})
     for tick in range(int(until_s / TICK_S)):
         t = tick * TICK_S
@@ -97,12 +98,13 @@ def rises(t: float) -> float:
     return t
 
 
-HUNG: dict[str, tuple[dict[int, Script], list[int]]] = {
-    "stopped": ({0: waits, 1: is_silent(hangs())}, [1]),
-    "rank 0 is stopped, and another rank judges": ({0: is_silent(hangs()), 3: waits}, [0]),
-    "deadlock": ({0: waits, 1: hangs()}, [1]),
-    "deadlock on rank 0": ({0: hangs(), 1: waits, 2: waits}, [0]),
-    "two of four": ({0: waits, 1: hangs(), 2: is_silent(hangs()), 3: waits}, [1, 2]),
+HUNG: dict[str, tuple[dict[int, Script], str | None, list[int]]] = {
+    "stopped": ({0: waits, 1: is_silent(hangs())}, None, [1]),
+    "stopped within a validation": ({0: waits, 1: is_silent(hangs(Activity.LONG))}, "stopped", [1]),
+    "rank 0 is stopped, and another rank judges": ({0: is_silent(hangs()), 3: waits}, None, [0]),
+    "deadlock": ({0: waits, 1: hangs()}, None, [1]),
+    "deadlock on rank 0": ({0: hangs(), 1: waits, 2: waits}, None, [0]),
+    "two of four": ({0: waits, 1: hangs(), 2: is_silent(hangs()), 3: waits}, None, [1, 2]),
     # Rank 1 hangs. Rank 0 waits for rank 1 in their shard, rank 3 waits for rank 1 in their replicas, and rank 2 waits
     # for rank 0.
     "deadlock in one of two groups": (
@@ -112,16 +114,17 @@ HUNG: dict[str, tuple[dict[int, Script], list[int]]] = {
             2: in_shards("shards of 2, 3", "replicas of 0, 2", (1, 1)),
             3: in_shards("shards of 2, 3", "replicas of 1, 3", (1, 1)),
         },
+        None,
         [1],
     ),
-    "many ranks": ({**dict.fromkeys(range(64), waits), 40: hangs()}, [40]),
+    "many ranks": ({**dict.fromkeys(range(64), waits), 40: hangs()}, None, [40]),
 }
 
 
 @pytest.mark.parametrize("name", HUNG)
 def test_a_rank_that_hangs_is_reported_after_a_minute_and_ends_the_run(name: str) -> None:
-    scripts, expected = HUNG[name]
-    found = play(scripts, until_s=800.0)
+    scripts, state, expected = HUNG[name]
+    found = play(scripts, state=state, until_s=800.0)
     assert sorted(found.reported) == sorted(found.ended) == expected
     assert found.noted == {}
     for rank in expected:
@@ -148,23 +151,24 @@ def all_slow(t: float) -> RankRecord:
     return moves(t if t < HANG_S else max(HANG_S, t - 800.0))
 
 
-SILENT: dict[str, tuple[dict[int, Script], Callable[[float], float]]] = {
-    "all ranks make progress": ({0: moves, 1: moves}, rises),
-    "a step that is slow on all ranks": ({0: all_slow, 1: all_slow, 2: all_slow}, rises),
-    "debugger of Python": ({0: waits, 1: hangs(Activity.DEBUGGED)}, rises),
-    "suspended, with a clock that continues": ({0: moves, 1: moves}, lambda t: t + 7200.0 * (t > 200.0)),
-    "stopped and continued together, often": ({0: moves, 1: moves}, lambda t: t * 100.0),
-    "a rank whose process ended": ({0: waits, 1: leaves_at(HANG_S)}, rises),
-    "a rank whose process ended outside of a run": ({0: waits, 1: is_silent(hangs(Activity.OUTSIDE))}, rises),
-    "a silent rank that no rank waits for": ({0: moves, 1: is_silent(hangs())}, rises),
-    "a single rank": ({0: hangs()}, rises),
+SILENT: dict[str, tuple[dict[int, Script], str | None, Callable[[float], float]]] = {
+    "all ranks make progress": ({0: moves, 1: moves}, None, rises),
+    "a step that is slow on all ranks": ({0: all_slow, 1: all_slow, 2: all_slow}, None, rises),
+    "debugger of Python": ({0: waits, 1: hangs(Activity.DEBUGGED)}, None, rises),
+    "native debugger": ({0: waits, 1: is_silent(hangs())}, "tracing-stop", rises),
+    "suspended, with a clock that continues": ({0: moves, 1: moves}, None, lambda t: t + 7200.0 * (t > 200.0)),
+    "stopped and continued together, often": ({0: moves, 1: moves}, None, lambda t: t * 100.0),
+    "a rank whose process ended": ({0: waits, 1: leaves_at(HANG_S)}, None, rises),
+    "a rank whose process ended outside of a run": ({0: waits, 1: is_silent(hangs(Activity.OUTSIDE))}, None, rises),
+    "a silent rank that no rank waits for": ({0: moves, 1: is_silent(hangs())}, None, rises),
+    "a single rank": ({0: hangs()}, None, rises),
 }
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_no_rank_is_late(name: str) -> None:
-    scripts, clock = SILENT[name]
-    assert play(scripts, until_s=2000.0, clock=clock) == Found({}, {}, {})
+    scripts, state, clock = SILENT[name]
+    assert play(scripts, until_s=2000.0, clock=clock, state=state) == Found({}, {}, {})
 
 
 def test_the_slowest_step_is_added_to_the_bound() -> None:
@@ -206,5 +210,5 @@ def test_small_bounds_keep_their_order() -> None:
 def test_records_and_verdicts_are_restored_from_json() -> None:
     record = replace(at_step(3, 7.0, activity=Activity.LONG), born=1.5, pid=42)
     assert RankRecord.of(json.loads(record.to_json())) == record
-    verdict = Verdict(2, True, 600.0, [Late(1, record, 61.5, -1.0, is_silent=True)])
+    verdict = Verdict(2, True, 600.0, [Late(1, record, 61.5, -1.0, is_silent=True, process_state="stopped")])
     assert Verdict.of(json.loads(json.dumps(asdict(verdict)))) == verdict

@@ -75,7 +75,10 @@ class MemoryForecast(TracksStep):
             return
         if self._step is None:  # first batch; on_train_start of every callback has run
             self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
-        self._tracked = self._tracked or tracked_step(trainer, self._step)
+        if trainer.global_step < self._step - 2:
+            return
+        if self._tracked is None:
+            self._tracked = tracked_step(trainer, self._step)
         if trainer.global_step == self._step - 1:
             self._note_workload(trainer, batch)
         self._tracked.begin_batch(trainer)

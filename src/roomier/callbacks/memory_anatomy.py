@@ -56,9 +56,11 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
         self.next_step = self.step_to_track(trainer)
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self.next_step is not None:
-            self._tracked = self._tracked or tracked_step(trainer, self.next_step)
-            self._tracked.begin_batch(trainer)
+        if self.next_step is None or trainer.global_step < self.next_step - 2:
+            return
+        if self._tracked is None:
+            self._tracked = tracked_step(trainer, self.next_step)
+        self._tracked.begin_batch(trainer)
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:

@@ -33,7 +33,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.trainer_view import TrainerView
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError, TrainingError, check_integer, did_you_mean, first_few
+from roomier.core.errors import RoomierError, TrainingError, check_integer, did_you_mean
 from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
 from roomier.run.run import Run, run_of
@@ -293,7 +293,8 @@ class SpikeGuard(Callback):
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"
         if of_ranks:
             numbers = sorted(number for each in of_ranks for number in each)
-            where += f" (samples {first_few(list(map(str, numbers)), _MAX_SAMPLES_SHOWN)})"
+            more = "" if len(numbers) <= _MAX_SAMPLES_SHOWN else f" and {len(numbers) - _MAX_SAMPLES_SHOWN} more"
+            where += f" (samples {', '.join(map(str, numbers[:_MAX_SAMPLES_SHOWN]))}{more})"
         return f"{problem}, in {where} of epoch {epoch}"
 
 

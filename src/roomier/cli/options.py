@@ -127,7 +127,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
     """Return the values of all options.
 
     Raises:
-        RoomierError: an option is invalid.
+        RoomierError: options are invalid. All errors are reported together.
         SystemExit: after ``--help`` or ``--print_config``.
         Exception: raised by an imported module.
     """

@@ -24,7 +24,7 @@ from roomier.cli.options import VerbParser, add_data_and_options_of_lightning, p
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.cli.workloads import Asked
 from roomier.core.device.resolve import num_devices, resolve_device
-from roomier.core.errors import RoomierError, check_integer
+from roomier.core.errors import RoomierError
 from roomier.core.units import format_count, parse_bytes
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
@@ -81,6 +81,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         print(json.dumps(choice.as_dict() | more))
     else:
         _show(asked, plan, choice, grid if config.what_if else None)
+        _print_configured_strategy(config, choice)
     return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
 
 
@@ -128,6 +129,17 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
     if grid is not None:
         console.print()
         console.print(what_if_table(grid))
+
+
+def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
+    """Print the strategy of the configuration, and whether this strategy fits. All strategies are compared, so another
+    strategy may have been selected."""
+    own = config.trainer.strategy
+    name = own.get("name") if isinstance(own, dict) else own
+    if config.strategy is None and name not in (None, "auto", "single"):
+        best = next((each for each in choice.considered if each.plan.parallel.strategy == name and each.forecast), None)
+        fits = "" if best is None else ", which fits" if best.fits else ", which does not fit"
+        print(f"The configuration uses {name}{fits}. To plan only this strategy, pass --strategy {name}")
 
 
 def _subject(asked: Asked, plan: Plan) -> str:
@@ -280,8 +292,8 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
         action = "Remove it. Set the size of the batch with --batch_size and --seq_len"
         raise RoomierError(name, config.input or config.data.class_path, problem, action)
     for name in ("nodes", "batch_size", "seq_len"):
-        if config[name] is not None:
-            check_integer(f"--{name}", config[name], 1, "Use a positive integer")
+        if config[name] is not None and config[name] < 1:
+            raise RoomierError(f"--{name}", config[name], "must be at least 1", "Use a positive integer")
 
 
 def trainer_words(words: Sequence[str]) -> frozenset[str]:

@@ -128,7 +128,8 @@ class FailureNews:
                 self._end_unconnected(timeout_s)
             # The process that started a failed rank ends all ranks earlier, and reports this rank.
             if (known := self._failed_peer()) is not None and not is_connected.wait(_END_S + 1.0):
-                say(f"{known} before the process group was created, so the run ends")
+                sys.stderr.write(f"roomier: {known} before the process group was created, so the run ends\n")
+                sys.stderr.flush()
                 os._exit(1)
 
     def _end_unconnected(self, waited_s: float) -> None:
@@ -137,7 +138,8 @@ class FailureNews:
         except (DistError, RuntimeError):
             absent = [0]
         problem = f"the process group was not created within {waited_s:g} s after the rendezvous"
-        say(f"{problem}; these ranks have ended or cannot be reached: {absent}")
+        sys.stderr.write(f"roomier: {problem}; these ranks have ended or cannot be reached: {absent}\n")
+        sys.stderr.flush()
         if self.world.rank == 0:
             time.sleep(1.0)  # time in which the other ranks read the store
         os._exit(1)
@@ -165,12 +167,13 @@ class FailureNews:
             self.has_lost_peer = True
             known = self.wait_for_peer()
             if known == _ZERO_HAS_ENDED and self.world.rank == 1:
-                say(f"{known} {self.where()}".rstrip())
+                sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
             if known is not None:  # another process reports the error
                 return
             self.claim(f"{kind.__name__}: {error}")
             self._before(kind, error, trace)
             return
+        report_to_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # a single write, because ranks share the terminal
@@ -178,12 +181,6 @@ class FailureNews:
             sys.stderr.flush()
         else:
             self._before(kind, error, trace)
-
-
-def say(message: str) -> None:
-    """Print ``message`` on standard error in one write, because ranks share the terminal."""
-    sys.stderr.write(f"roomier: {message}\n")
-    sys.stderr.flush()
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
@@ -214,3 +211,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def report_to_torchrun(error: BaseException, trace: TracebackType | None) -> None:
+    """Write ``error`` to torchrun's error file, so that torchrun's summary names the rank and the error."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # the handler of torchrun records the traceback of the current exception
+        except BaseException:
+            with suppress(OSError):
+                get_error_handler().record_exception(error)
+            error.__traceback__ = trace

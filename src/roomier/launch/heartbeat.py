@@ -29,11 +29,11 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from roomier.core import torch_private
-from roomier.core.errors import TrainingError, first_few
+from roomier.core.errors import TrainingError
 from roomier.core.units import format_seconds
 from roomier.core.world import World
 from roomier.launch.environment import STARTED_BY_ROOMIER
-from roomier.launch.failure import FailureNews, say
+from roomier.launch.failure import FailureNews, report_to_torchrun
 from roomier.launch.judge import TICK_S, Judge, Limits
 from roomier.launch.records import Activity, Late, Position, RankRecord, Verdict
 
@@ -130,7 +130,7 @@ class Heartbeat:
 
     def watch(self, run: WatchedRun | None) -> None:
         """Watch ``run`` with a new judge. If ``run`` is None, stop watching."""
-        self._judge = None if run is None else Judge(run.limits)
+        self._judge = None if run is None else Judge(run.limits, _process_state)
         self.run = run
         if run is not None and not self._threads:
             targets = [self._exchange] if self._world.rank == 0 else [self._exchange, self._judge_zero]
@@ -235,7 +235,7 @@ class Heartbeat:
         before = self._verdict
         if not hung:
             if before is not None:
-                _say(f"{names_of(before.late)} makes progress again")
+                say(f"{names_of(before.late)} makes progress again")
             return None
         ends = any(each.left_s is not None and each.left_s <= 0 for each in hung)
         if before is not None and before.ends == ends and _ranks(before.late) >= _ranks(hung):
@@ -249,7 +249,7 @@ class Heartbeat:
         while not self._stop.wait(self._tick_s):
             if self.run is not run:
                 run = self.run
-                judge = None if run is None else Judge(run.limits)
+                judge = None if run is None else Judge(run.limits, _process_state)
             zero, beat = self._zero, beat + 1
             if judge is None or run is None or zero is None:
                 continue
@@ -265,14 +265,14 @@ class Heartbeat:
                 self._end([late], run.limits.end_s, is_from_zero=False)
             elif not is_reported:
                 is_reported = True
-                _say(report_of([late]))
-                _say(position_of(self._world.rank, own, run.stack()))
+                say(report_of([late]))
+                say(position_of(self._world.rank, own, run.stack()))
 
     def _note(self, late: Late) -> None:
         key = (late.rank, late.record.position.phase)
         if late.left_s is None and key not in self._noted:
             self._noted.add(key)
-            _say(note_of(late))
+            say(note_of(late))
 
     def _act(self, verdict: Verdict) -> None:
         """Act on a new verdict of rank 0."""
@@ -284,8 +284,8 @@ class Heartbeat:
             self._end(verdict.late, verdict.end_s, is_from_zero=True)
             return
         if self._world.local_rank == 0:
-            _say(report_of(verdict.late))
-        _say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
+            say(report_of(verdict.late))
+        say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
 
     def _end(self, late: Sequence[Late], end_s: float, *, is_from_zero: bool) -> None:
         """End this process, and kill the silent ranks of this machine, which cannot end themselves."""
@@ -295,11 +295,12 @@ class Heartbeat:
         last.daemon = True
         last.start()
         self._news.is_failing = True
+        report_to_torchrun(error, None)
         if rank == 0:
             # This claim prevents other ranks from reporting a lost connection.
             self._news.claim(f"{type(error).__name__}: {error}")
         if self._world.local_rank == 0 or not is_from_zero:
-            _say(f"the run ends: {error}")
+            say(f"the run ends: {error}")
         # Rank 0 may serve the store, so it waits until the other ranks have read the verdict. torchrun reports only the
         # first failure, so all ranks wait before they kill silent ranks.
         time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
@@ -333,16 +334,27 @@ def _process_of(record: RankRecord) -> psutil.Process | None:
         return None
 
 
+def _process_state(record: RankRecord) -> str | None:
+    process = _process_of(record)
+    try:
+        return None if process is None else str(process.status())
+    except psutil.Error:
+        return None
+
+
 _NUM_SHOWN = 8
 
 
-def _say(message: str) -> None:
-    say(f"heartbeat: {message}")
+def say(message: str) -> None:
+    """Print ``message`` on standard error in one write, because ranks share the terminal."""
+    sys.stderr.write(f"roomier: heartbeat: {message}\n")
+    sys.stderr.flush()
 
 
 def names_of(late: Sequence[Late]) -> str:
     """Return the numbers of the late ranks as text."""
-    return f"rank {first_few([str(each.rank) for each in late], _NUM_SHOWN)}"
+    names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
+    return f"rank {names}" if len(late) <= _NUM_SHOWN else f"rank {names} and {len(late) - _NUM_SHOWN} more"
 
 
 def note_of(late: Late) -> str:
@@ -387,12 +399,21 @@ def _problem(late: Late) -> str:
             f"{_rank(late)} has made no progress for {_seconds(late)} while other ranks wait for it: "
             f"{late.record.position}"
         )
-    pid, host = late.record.pid, late.record.host
     return (
         f"{_rank(late)} has sent no heartbeat for {_seconds(late)} while other ranks wait for it (position in its "
-        f"last heartbeat: {late.record.position}). Its process is stopped (`kill -CONT {pid}` resumes it), or a native "
-        f"call holds the interpreter lock (`py-spy dump --pid {pid}` on {host} shows the call), so this rank prints no "
-        "stack"
+        f"last heartbeat: {late.record.position}). {_silence(late)}, so this rank prints no stack"
+    )
+
+
+def _silence(late: Late) -> str:
+    pid, host = late.record.pid, late.record.host
+    if late.process_state == "stopped":
+        return f"Its process is stopped (`kill -CONT {pid}` resumes it)"
+    if late.process_state == "disk-sleep":
+        return "Its process waits for storage or for a driver"
+    return (
+        f"Its process is stopped, or a native call holds the interpreter lock (`py-spy dump --pid {pid}` on {host} "
+        "shows the call)"
     )
 
 

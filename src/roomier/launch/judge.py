@@ -15,7 +15,7 @@ is late. The duration of the slowest micro-batch so far is added to each time li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from roomier.launch.records import Activity, Late, RankRecord
@@ -61,11 +61,17 @@ class Judge:
 
     Args:
         limits: time limits for late ranks.
+        process_state: function that returns the state of a silent rank's process, or None if the state is unknown.
+
+    Attributes:
+        slowest_s: duration of the slowest micro-batch so far, including any optimizer step after it. A micro-batch is
+            not measured if a rank had an activity other than ``STEP`` in the meantime.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, process_state: Callable[[RankRecord], str | None] = lambda _: None) -> None:
         self.limits = limits
         self.slowest_s = 0.0
+        self._process_state = process_state
         self._seen: dict[int, _Seen] = {}
         self._clock_s = 0.0
         self._last_look_s: float | None = None
@@ -115,10 +121,12 @@ class Judge:
         if waited_s <= bound_s:
             return None
         activity, is_silent = seen.record.position.activity, self._is_silent(seen)
-        if activity is Activity.DEBUGGED or (is_silent and activity is Activity.OUTSIDE):
+        state = self._process_state(seen.record) if is_silent else None
+        if activity is Activity.DEBUGGED or state == "tracing-stop" or (is_silent and activity is Activity.OUTSIDE):
             return None
-        left_s = self.limits.end_s + self.slowest_s - waited_s if activity is Activity.STEP else None
-        return Late(rank, seen.record, waited_s, left_s, is_silent)
+        has_limit = activity is Activity.STEP or state == "stopped"
+        left_s = self.limits.end_s + self.slowest_s - waited_s if has_limit else None
+        return Late(rank, seen.record, waited_s, left_s, is_silent, state)
 
     def _is_silent(self, seen: _Seen) -> bool:
         return self._clock_s - seen.beat_s > self.limits.report_s + self.slowest_s

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from roomier.core.errors import RoomierError, first_few
+from roomier.core.errors import RoomierError
 from roomier.core.loopback import LOOPBACK, interface_of, is_loopback
 from roomier.core.world import World
 
@@ -120,8 +120,7 @@ def _call(
             action = "See the output of this rank above. Every rank runs the same command and must reach the same call"
             raise RoomierError("rank", rank, how, action) from DistError(f"rank {rank} {how}")
         if time.monotonic() > until:
-            absent = first_few(list(map(str, missing)), 16)
-            problem = f"of {world.size} ranks, these did not connect within {timeout_s:g} s: {absent}"
+            problem = f"of {world.size} ranks, these did not connect within {timeout_s:g} s: {_shown(missing)}"
             action = "Check the logs of these ranks. Every rank must reach the same call"
             raise RoomierError("rank", missing[0], problem, action)
         time.sleep(_POLL_S)
@@ -159,3 +158,8 @@ def _check_equal(zero: World, answers: Mapping[str, str]) -> None:
             of_rank = f"{found['size']} ranks with {found['local_size']} per node"
             problem = f"rank {rank} expects {of_rank}, but rank 0 expects {zero.size} with {zero.local_size}"
             raise RoomierError("devices", zero.local_size, problem, "Start the same number of processes on each node")
+
+
+def _shown(ranks: list[int], limit: int = 16) -> str:
+    text = ", ".join(map(str, ranks[:limit]))
+    return text if len(ranks) <= limit else f"{text} and {len(ranks) - limit} more"

@@ -96,6 +96,8 @@ class Late:
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
         is_silent: True if the rank no longer publishes records.
+        process_state: state of the process of a silent rank, as named by psutil; None if the state is unknown, for
+            example on another machine.
     """
 
     rank: int
@@ -103,6 +105,7 @@ class Late:
     waited_s: float
     left_s: float | None
     is_silent: bool = False
+    process_state: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from roomier.launch.failure import FailureNews, say
+from roomier.launch.failure import FailureNews
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # Time after a failure until the other ranks are killed.
@@ -77,7 +77,7 @@ class Children:
         if self._failed is None:
             self._wait(_LAST_S)
         if self._failed is None and (late := [rank for rank, each in self._processes.items() if each.poll() is None]):
-            say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
+            _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
         self._failed = self._failed or self._first_failed()  # the watching thread may not have detected a failure yet
@@ -99,7 +99,7 @@ class Children:
         if self.main is not None and self.main.is_failing:
             _exit(1)
         rank, code = self._failed
-        say(f"rank {rank} {self._how(code)}, so the run ended")
+        _say(f"rank {rank} {self._how(code)}, so the run ended")
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:
@@ -138,6 +138,10 @@ def watch_parent(pid: int) -> None:
         _exit(1)
 
     threading.Thread(target=watch, name="roomier-parent", daemon=True).start()
+
+
+def _say(message: str) -> None:
+    print(f"roomier: {message}", file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:
