@@ -23,6 +23,7 @@ def test_help_shows_exactly_the_existing_verbs(capsys: pytest.CaptureFixture[str
         "report",
         "export",
         "hardware",
+        "bench",
     ]
 
 
@@ -47,7 +48,7 @@ def test_help_imports_neither_torch_nor_the_option_parser() -> None:
     ("words", "expected"),
     [
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
-        (["sail"], ["verb='sail'", "Use one of: export, fit, hardware, plan, predict, report, test, validate"]),
+        (["sail"], ["verb='sail'", "Use one of: bench, export, fit, hardware, plan, predict, report, test, validate"]),
     ],
 )
 def test_invalid_word_gives_one_message_and_exit_code_2(
@@ -60,3 +61,12 @@ def test_invalid_word_gives_one_message_and_exit_code_2(
     assert output.err.count("\n") == 1
     for text in expected:
         assert text in output.err
+
+
+@pytest.mark.parametrize("words", [[], ["overhead", "--json"]])
+def test_bench_prints_the_command_of_the_benchmarks(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.endswith(f" run: {' '.join(['python -m benchmarks', *words])}\n")
+    assert output.err.count("\n") == 1

@@ -103,6 +103,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "step leaves 0": (script("step leaves", 0), {}),
     "step leaves badly 0": (script("step leaves badly", 0), {}),
     "step leaves badly 1": (script("step leaves badly", 1), {}),
+    "step vanishes 0": (script("step vanishes", 0), {}),
     "step starves 1": (script("step starves", 1), {}),
     "step vanishes 1": (script("step vanishes", 1), {}),
     "standard input": (from_standard_input("-", *script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
@@ -120,7 +121,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 QUICK = ("well", "step raises 1", "step killed 1", "standard input")
-MORE = ("step raises 0", "step starves 1", "command", "start leaves 1")
+MORE = ("step raises 0", "step starves 1", "step vanishes 0", "command", "start leaves 1")
 SLOW = tuple(name for name in RUNS if name not in QUICK + MORE)
 
 # how a run that fails without a traceback ends: its exit code, the start of the last line, and another text
@@ -129,6 +130,7 @@ LEFT = "TrainingError: rank={}: exited with code 0 at step 1 of fit, but ranks [
 ENDS = {
     "step killed 1": (128 + 9, KILLED, ""),
     "step starves 1": (1, "roomier: rank 1 ended with exit code 1, so the run ended", "MemoryError"),
+    "step vanishes 0": (1, "", "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete"),
     "step vanishes 1": (1, "roomier: rank 1 ended with exit code 0 at step 1 of fit, so the run ended", ""),
     "step leaves 0": (1, "", LEFT.format(0, 1)),
     "step leaves 1": (1, "", LEFT.format(1, 0)),
@@ -196,7 +198,7 @@ def test_a_rank_that_ends_early_ends_the_run(outcome_of: Callable[[str], Outcome
     assert text in outcome.stderr
     if "leaves" in name:
         assert outcome.stderr.count("exited with code 0 at step") == text.count("exited with code 0 at step")
-    if name == "step killed 1":
+    if name in ("step killed 1", "step vanishes 0"):
         assert "frame #" not in outcome.stderr  # the C++ frames of the other rank
     assert name != "step killed 1" or "Traceback" not in outcome.stderr
 

@@ -24,6 +24,7 @@ VERBS = {
     "report": ("compare the forecast of a run with its measurement", "roomier.cli.report_verb"),
     "export": ("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
     "hardware": ("measure this machine, for planning", "roomier.cli.hardware_verb"),
+    "bench": ("show the command that runs a benchmark", "roomier.cli.bench_verb"),
 }
 
 

@@ -6,10 +6,12 @@ import atexit
 import gc
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -20,7 +22,7 @@ from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.world import World
 from roomier.launch import heartbeat
-from roomier.launch.environment import launch_of
+from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.start import start_ranks
@@ -119,7 +121,8 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         return
     before, _news.where = _news.where, where
     try:
-        yield
+        with _reported_exit(_news):
+            yield
     except SystemExit as exit:
         if exit.code not in (None, 0):
             _news.claim(f"SystemExit: {exit.code}")
@@ -134,6 +137,31 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         _news.claim("KeyboardInterrupt")
         raise
     _news.where = before
+
+
+@contextmanager
+def _reported_exit(news: FailureNews) -> Iterator[None]:
+    """If this process started the other ranks, report ``os._exit(0)`` inside the context, and exit with code 1 instead.
+
+    Otherwise, the exit code of the command would be 0, although training is incomplete. The exit code of another rank
+    is reported by the process that started it.
+    """
+    original, pid = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid:  # a forked process also ends with this function
+            problem = f"rank {news.world.rank} called os._exit(0) {news.where()}, so the run is incomplete"
+            sys.stderr.write(f"roomier: {problem}\n")
+            sys.stderr.flush()
+            status = 1
+        original(status)
+
+    if os.environ.get(STARTED_BY_ROOMIER) == str(pid):
+        os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = original
 
 
 def _leave() -> None:
