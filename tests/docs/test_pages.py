@@ -7,7 +7,6 @@ from tests.docs.code import CODE, ROOT, steps
 from tests.docs.code import pages as pages_with_code
 
 DOCS = ROOT / "docs"
-NOT_PAGES = ("guide.md",)
 MAX_INLINE_BLOCKS = 40
 """Blocks of code that are too short to run alone, such as a signature or a few changed lines."""
 
@@ -17,8 +16,7 @@ _TYPED_BY_HAND = ("start", "how_to", "coming_from", "troubleshooting", "concepts
 
 
 def texts() -> dict[Path, str]:
-    paths = (path for path in DOCS.rglob("*.md") if path.name not in NOT_PAGES)
-    return {path: path.read_text() for path in paths}
+    return {path: path.read_text() for path in DOCS.rglob("*.md")}
 
 
 def test_code_is_included_in_a_page() -> None:
