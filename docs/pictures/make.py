@@ -1,10 +1,11 @@
-"""Draw the figures of the documentation: ``python docs/pictures/make.py`` writes SVG files to ``docs/pictures``.
+"""Draw the figures of the concepts: ``python docs/pictures/make.py [FOLDER]`` writes SVG files, by default next to it.
 
 Each figure has a variant for light and one for dark pages. The figure of the strategies shows forecasts of the planner.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,7 +21,7 @@ from roomier.planner.memory.predict import predict
 from roomier.planner.timing.step_time import transfer_s
 from roomier.planner.workload import Workload
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
 WIDTH = 720
 COLORS = {
     "light": {"text": "#1f2430", "faint": "#5b6372", "line": "#9aa1ae", "box": "#eef1f6"},
