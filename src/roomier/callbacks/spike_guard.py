@@ -36,6 +36,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, check_integer, did_you_mean
 from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
+from roomier.plan.choices import averages_itself
 from roomier.run.run import Run, run_of
 
 ACTIONS = ("skip", "rollback", "stop")
@@ -170,7 +171,7 @@ class SpikeGuard(Callback):
                 "must not compute gradients within the update (in optimizer_step, or in the closure of an optimizer)"
             )
             raise _wrong("module", type(pl_module).__name__, problem, "Remove SpikeGuard, or change the optimization")
-        if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
+        if plan.parallel.gradient_compression != "none" or averages_itself(plan.optimizer.name):
             problem = "accumulates compression errors, which would keep the gradients of a bad step"
             raise _wrong("plan", plan.parallel.gradient_compression, problem, "Remove SpikeGuard or the compression")
         run = run_of(trainer, "SpikeGuard")

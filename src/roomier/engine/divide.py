@@ -17,6 +17,7 @@ from roomier.core.host_memory import retain_freed_blocks
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import shards_parameters
 from roomier.plan import Plan
+from roomier.plan.choices import averages_itself
 from roomier.techniques.parallel.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
-    if plan.optimizer.name == "onebit_adam":
+    if averages_itself(plan.optimizer.name):
         from roomier.techniques.parallel.replicate import OwnGradients  # late import: unused by one process
 
         return OwnGradients(network, ranks)

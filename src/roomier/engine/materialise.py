@@ -30,6 +30,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.sharded import local_part, with_local_part
 from roomier.plan import Plan
+from roomier.plan.choices import averages_itself
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.parallel.pages import (
     Cut,
@@ -354,7 +355,7 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
 
 def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
     """Return whether the strategy of ``plan`` shards parameters across ranks."""
-    is_whole = plan.parallel.strategy in ("single", "ddp") or plan.optimizer.name == "onebit_adam"
+    is_whole = plan.parallel.strategy in ("single", "ddp") or averages_itself(plan.optimizer.name)
     return not ranks.is_alone and not is_whole
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeGuard
 
 from roomier.core.extensions import load_extensions
 
@@ -76,6 +76,8 @@ class OptimizerChoice(ImportedChoice):
         keeps_low_bits: True if the optimizer can store the low bits that bfloat16 weights lack.
         is_elementwise: for a class outside of torch and roomier, True if the update of a parameter depends only on this
             parameter, so that its states can be offloaded.
+        sent_bytes: bytes per weight of a message, for an optimizer that averages over the ranks itself, so that each
+            rank has the gradients of its own batches; 0 if the gradients are reduced before the update.
     """
 
     cuda_bytes: float
@@ -83,6 +85,7 @@ class OptimizerChoice(ImportedChoice):
     num_operations: float = 0.0
     keeps_low_bits: bool = False
     is_elementwise: bool = False
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,10 +179,18 @@ OPTIMIZERS: dict[str, OptimizerChoice] = {
         "Adam; sends signs of the momentum after the variance is frozen",
         "roomier.techniques.optim.onebit_adam:OneBitAdam",
         *(140, 140, 20),
+        sent_bytes=0.15625,  # a bit, and a float32 for 128 elements (docs/design/communication.md)
     ),
 }
 """The optimizers by name. The other layers derive from this table which optimizers exist, what they cost, and which of
 them support bfloat16 weights. An extension can add entries (see ``roomier.core.extensions``)."""
+
+
+def averages_itself(optimizer: str | None) -> TypeGuard[str]:
+    """Return whether the optimizer with this name averages over the ranks itself, like 1-bit Adam, instead of receiving
+    reduced gradients."""
+    return optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].sent_bytes > 0
+
 
 COMPRESSIONS: dict[str, Choice] = {
     "none": _exact(),

@@ -13,7 +13,7 @@ from typing import Any
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
-from roomier.plan.choices import OPTIMIZERS, POLICIES, Choice, ImportedChoice, Kind, choice_of
+from roomier.plan.choices import OPTIMIZERS, POLICIES, Choice, ImportedChoice, Kind, averages_itself, choice_of
 from roomier.plan.parts import FIELDS, PARTS, AnyPlan, OffloadPlan, PlanParts
 
 
@@ -288,8 +288,10 @@ def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
             "is not supported with precision '16-mixed', in which an infinite gradient causes the step to be skipped"
         )
         yield PlanError(field, way, problem, "Use precision='bf16-mixed', which needs no loss scale")
-    if plan.optimizer.name == "onebit_adam":
-        problem = "is not supported with optimizer 'onebit_adam', which updates all parameters after backward"
+    if averages_itself(plan.optimizer.name):
+        problem = (
+            f"is not supported with optimizer {plan.optimizer.name!r}, which updates all parameters after backward"
+        )
         yield PlanError(field, way, problem, "Use optimizer='adamw' with strategy='zero2' or 'zero3'")
     elif strategy in ("ddp", "zero1"):
         why = "whose buckets hold all gradients" if strategy == "ddp" else "which does not shard gradients"
@@ -433,8 +435,8 @@ def offloaded_updates_have_their_optimizer(plan: PlanParts) -> Iterator[PlanErro
     tier = getattr(offload, field.partition(".")[2])
     if tier == "none":
         return
-    if plan.optimizer.name == "onebit_adam":
-        problem = "is not supported with optimizer 'onebit_adam', which updates all parameters together"
+    if averages_itself(plan.optimizer.name):
+        problem = f"is not supported with optimizer {plan.optimizer.name!r}, which updates all parameters together"
         yield PlanError(field, tier, problem, "Use optimizer='adamw', whose states can be offloaded")
     if lever is not None:
         problem = "is not supported with offloaded optimizer states or parameters, whose updates wait for the tier"

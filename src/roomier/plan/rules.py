@@ -13,7 +13,7 @@ from typing import get_args
 from roomier.core.device.names import accelerator_of_torch
 from roomier.core.errors import CombinedError, PlanError, did_you_mean
 from roomier.core.units import format_bytes
-from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
+from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of, averages_itself
 from roomier.plan.levers import BY_PERMISSION, LEVER_RULES, set_fields
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options, PlanParts
 
@@ -270,27 +270,26 @@ def compression_settings_are_complete(plan: PlanParts) -> Iterator[PlanError]:
     yield from set_fields(plan, "parallel.reduce_dtype", problem, "Remove one of the two settings")
 
 
-def onebit_adam_sends_for_itself(plan: PlanParts) -> Iterator[PlanError]:
-    """With 1-bit Adam, reject settings that change the gradients of a rank or that require reduced gradients."""
-    if plan.optimizer.name != "onebit_adam":
+def optimizer_sends_for_itself(plan: PlanParts) -> Iterator[PlanError]:
+    """With 1-bit Adam, which averages over the ranks itself, reject settings that change the gradients of a rank or
+    that require reduced gradients."""
+    if not averages_itself(plan.optimizer.name):
         return
-    parallel = plan.parallel
+    parallel, rejected = plan.parallel, f"is not supported with optimizer {plan.optimizer.name!r},"
     if parallel.strategy not in ("ddp", "zero1", "auto"):
         action = "Use strategy='ddp' or 'zero1', or use optimizer='adamw'"
-        problem = "is not supported with optimizer 'onebit_adam', which requires unsharded weights and gradients"
+        problem = f"{rejected} which requires unsharded weights and gradients"
         yield PlanError("parallel.strategy", parallel.strategy, problem, action)
-    problem = "is not supported with optimizer 'onebit_adam', which sends signs of the momentum instead of gradients"
+    problem = f"{rejected} which sends signs of the momentum instead of gradients"
     action = "Set gradient_compression='none', or use optimizer='adamw'"
     yield from set_fields(plan, "parallel.gradient_compression", problem, action)
-    problem = "is not supported with optimizer 'onebit_adam', which sends float32 until the variance is frozen"
+    problem = f"{rejected} which sends float32 until the variance is frozen"
     yield from set_fields(plan, "parallel.reduce_dtype", problem, "Set reduce_dtype='32'")
-    problem = "is not supported with optimizer 'onebit_adam', because no rank has the gradient of the full batch"
+    problem = f"{rejected} because no rank has the gradient of the full batch"
     action = "Set gradient_clip_val=None, or use optimizer='adamw'"
     yield from set_fields(plan, "batch.gradient_clip_val", problem, action)
     if plan.precision.mode == "16-mixed":
-        problem = (
-            "is not supported with optimizer 'onebit_adam', because the ranks would diverge if one rank skipped a step"
-        )
+        problem = f"{rejected} because the ranks would diverge if one rank skipped a step"
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
@@ -356,7 +355,7 @@ RULES: list[Rule] = [
     mps_is_one_device,
     communication_fits_the_strategy,
     compression_settings_are_complete,
-    onebit_adam_sends_for_itself,
+    optimizer_sends_for_itself,
     float64_needs_hardware,
     clipping_has_a_bound,
     optimizer_settings_have_an_optimizer,

@@ -15,7 +15,7 @@ from roomier.api.module import Module, network_of
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import PlanError, RoomierError
 from roomier.plan import Plan
-from roomier.plan.choices import CHOICES, canonical
+from roomier.plan.choices import CHOICES, averages_itself, canonical
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
@@ -156,7 +156,7 @@ def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: 
     """
     states, parameters = "offload.optimizer_states", "offload.parameters"
     offload = plan.offload
-    if offload.optimizer_states != "none" or offload.parameters != "none" or plan.optimizer.name == "onebit_adam":
+    if offload.optimizer_states != "none" or offload.parameters != "none" or averages_itself(plan.optimizer.name):
         return [{}]
     has_host = machine.device.has_own_memory
     if not is_last_resort:

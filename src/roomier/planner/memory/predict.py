@@ -14,13 +14,14 @@ from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
+from roomier.plan.choices import averages_itself
 from roomier.plan.levers import has_two_backwards, lever_that_frees_gradients, rounding_in_force, update_mode
 from roomier.planner.memory.model_states import ModelStates, StateBytes, model_states
 from roomier.planner.memory.walk import Layout
 from roomier.planner.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters
 from roomier.techniques.optim.by_name import make_optimizer
-from roomier.techniques.optim.onebit_adam import OneBitAdam
-from roomier.techniques.optim.state_bytes import onebit_adam_bytes, state_bytes
+from roomier.techniques.optim.onebit_adam import OneBitAdam, onebit_adam_bytes
+from roomier.techniques.optim.state_bytes import state_bytes
 from roomier.techniques.precision.policy import precision_of
 
 
@@ -66,9 +67,9 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
-    if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
-        # The model is not wrapped on a single rank. With 1-bit Adam, the model is not wrapped either, because the
-        # gradients differ between ranks.
+    if parallel.num_ranks == 1 or averages_itself(plan.optimizer.name):
+        # The model is not wrapped on a single rank. If the optimizer averages over the ranks, the
+        # model is not wrapped either, because the gradients differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_speculative = plan.offload.optimizer_states != "none" and update_mode(plan) == "speculative"
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks

@@ -21,7 +21,7 @@ from itertools import compress
 import torch
 
 from roomier.plan import Plan
-from roomier.plan.choices import OPTIMIZERS
+from roomier.plan.choices import OPTIMIZERS, averages_itself
 from roomier.plan.levers import lever_that_frees_gradients, rounding_in_force
 from roomier.planner.dry_runs.work import Work, WorkKey
 from roomier.planner.hardware.machine import Device, Machine
@@ -60,7 +60,6 @@ _ROUNDED = {
     ("lion", "split"): Moved(106, 84, 59, 2),
     ("lion", "stochastic"): Moved(154, 132, 117, 2),
 }
-_SIGN_BYTES = 0.15625  # 1-bit Adam, per element: a bit, and a float32 for 128 elements (docs/design/communication.md)
 _MUON_STEPS = 5
 # Costs as multiples of the time of the lightest operation. A step of fused AdamW took 22 times as long as the lightest
 # operation, plus 2 to 3 times for each of 16 to 54 weights. A step in backward, which updates one weight at a time,
@@ -130,8 +129,8 @@ def update_time(
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
     if layout.is_sharded:
         exchange_s += sum(all_reduce_s(size, group, machine) for size in _all_reduced_bytes(plan, trained))
-    if plan.optimizer.name == "onebit_adam":
-        num_bytes_all = _SIGN_BYTES * sum(math.prod(each.shape) for each in trained)
+    if averages_itself(plan.optimizer.name):
+        num_bytes_all = OPTIMIZERS[plan.optimizer.name].sent_bytes * sum(math.prod(each.shape) for each in trained)
         exchange_s += 2 * gather_s(num_bytes_all, group, machine)
     return Update(seconds, exchange_s)
 

@@ -558,6 +558,16 @@ def onebit_options(
     return {"rounds_variance": cuts, **options, "freeze_step": freeze_step}
 
 
+def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
+    """Return the size in bytes of 1-bit Adam's states for a parameter after the freeze, excluding message buffers.
+
+    The states are the compression error of this rank, the denominator, and the error of the shard that belongs to this
+    rank. Before the freeze, the states are smaller, because only the two moments of this rank's shard exist.
+    """
+    piece = Pieces(num_elements, num_ranks).size
+    return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4
+
+
 def _state_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 

@@ -87,16 +87,6 @@ def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> 
     return 4 * num_elements + {"split": 2 * num_elements, "stochastic": _COUNTER_BYTES, "nearest": 0}[weight_rounding]
 
 
-def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
-    """Return the size in bytes of 1-bit Adam's states for a parameter after the freeze, excluding message buffers.
-
-    The states are the compression error of this rank, the denominator, and the error of the shard that belongs to this
-    rank. Before the freeze, the states are smaller, because only the two moments of this rank's shard exist.
-    """
-    piece = math.ceil(num_elements / num_ranks)
-    return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4
-
-
 def _measured_bytes(
     kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> int:
