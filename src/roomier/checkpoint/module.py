@@ -204,13 +204,7 @@ def _load_changed(
         shown = ShownCheckpoint(load(path, only=only))
     if hasattr(module, "on_load_checkpoint"):
         module.on_load_checkpoint(shown)
-    weights = shown["state_dict"]
-    differing = sorted(weights.keys() ^ module.state_dict().keys())
-    if strict and differing:
-        problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"
-        action = "Pass the class that was saved, or strict=False"
-        raise CheckpointError("checkpoint_path", str(path), problem, action)
-    _load_weights(module, weights, path)
+    _load_weights(module, shown["state_dict"], path, strict=strict)
 
 
 def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
@@ -249,5 +243,5 @@ def _load_weights(module: nn.Module, found: Mapping[str, Any], path: str | Path,
         module.load_state_dict(found, strict=strict)
     except RuntimeError as error:
         problem = f"has weights that do not match {type(module).__name__} ({' '.join(str(error).split())})"
-        action = "Create the module with the arguments of the saved run"
+        action = "Create the module as in the saved run. strict=False ignores missing and unexpected weights"
         raise CheckpointError("checkpoint_path", str(path), problem, action) from error

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, equal
 from torch.utils.data import DataLoader
 
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng, rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.data import torch_loaders
@@ -394,12 +394,11 @@ class StatefulFeed(BatchFeed):
             self._keeper.load_state_dict(state)
             self._begins_at_an_end = True
         elif not isinstance(self._keeper, DataLoader) and not self._restarts():
-            random_state = rng_state()
-            continues = self._goes_on()
-            self._keeper.load_state_dict(state)
-            if not continues:  # the loaded state belongs to an iterator of the interrupted epoch, not of the next epoch
-                self._state_behind_a_batch()
-            set_rng_state(random_state)
+            with preserved_rng():
+                continues = self._goes_on()
+                self._keeper.load_state_dict(state)
+                if not continues:  # the loaded state belongs to an iterator of the interrupted epoch, not of the next
+                    self._state_behind_a_batch()
 
     def _restarts(self) -> bool:
         """Return True if the class is of a library whose loaders start a new epoch with each new iterator."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.errors import DataError
@@ -28,7 +28,7 @@ from roomier.data import torch_loaders
 from roomier.data.batch_feeds import is_same
 from roomier.data.choose import no_batch, speaks_state
 from roomier.data.combined import CombinedLoader, Joined
-from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
+from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt, with_sampler
 
 _NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
 _DEPTH = 3  # Maximum nesting depth of datasets.
@@ -132,26 +132,18 @@ def check_is_repeatable(
 
 
 def _of_data_loader(loader: DataLoader[Any]) -> Any:
+    changes: dict[str, Any] = {"pin_memory": False}
     if loader.num_workers:  # a worker has copies of all objects, and can access data that this process cannot access
-        changes: dict[str, Any] = {"num_workers": 1, "persistent_workers": False, "pin_memory": False}
-        batches = iter(rebuilt(loader, **changes, **_copied_samplers(loader)))
-        try:
-            return next(batches)
-        finally:
-            torch_loaders.end_workers(batches)
-    dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        return next(iter(rebuilt(loader, pin_memory=False)))
+        changes |= {"num_workers": 1, "persistent_workers": False}
     if plain_sampler(loader) is None or torch_loaders.makes_own_iterator(loader):
-        return next(iter(rebuilt(loader, pin_memory=False, **_copied_samplers(loader))))
-    if not len(dataset):
-        raise StopIteration
-    if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[0])
-    assert isinstance(loader.batch_sampler, BatchSampler)
-    indices = list(range(min(loader.batch_sampler.batch_size, len(dataset))))
-    many = getattr(dataset, "__getitems__", None)
-    return loader.collate_fn(many(indices) if callable(many) else [dataset[index] for index in indices])
+        copied = rebuilt(loader, **changes, **_copied_samplers(loader))
+    else:
+        copied = with_sampler(loader, SequentialSampler(loader.dataset), **changes)  # type: ignore[arg-type]
+    batches = iter(copied)
+    try:
+        return next(batches)
+    finally:
+        torch_loaders.end_workers(batches)
 
 
 def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -207,9 +207,8 @@ class Source:
                 self._feed.adopt(stored, is_complete=stored["is_exhausted"])
             iterator = self._feed.start(epoch)
         else:
-            random_state = rng_state()
-            iterator, running.num_batches = self._resume(stored)
-            set_rng_state(random_state)
+            with preserved_rng():
+                iterator, running.num_batches = self._resume(stored)
         self._running = running
         self._unread = iterator if self._feed.reading is None else self._feed.reading
         self._batches = self._count(iterator, running, self._unread)
@@ -342,18 +341,16 @@ class Source:
         """
         if self._stored is not None:
             return self._stored
-        state = {"kind": self._feed.kind, "epoch": -1, "num_batches": 0, "is_exhausted": False}
-        if self._running is None:
-            return state
-        num_batches = self._running.num_batches
-        is_exhausted = self._running.is_exhausted or num_batches >= self._feed.num_batches or self._feed.has_ended
-        return {
-            **state,
-            "epoch": self._running.epoch,
-            "num_batches": num_batches,
-            "is_exhausted": is_exhausted,
-            **self._feed.position(num_batches),  # overrides num_batches with the number of batches of all ranks
-        }
+        running = self._running
+        if running is None:
+            return self._position(-1, 0)
+        is_at_end = running.num_batches >= self._feed.num_batches or self._feed.has_ended
+        return self._position(running.epoch, running.num_batches, is_exhausted=running.is_exhausted or is_at_end)
+
+    def _position(self, epoch: int, num_batches: int, *, is_exhausted: bool = False) -> dict[str, Any]:
+        state = {"kind": self._feed.kind, "epoch": epoch, "num_batches": num_batches, "is_exhausted": is_exhausted}
+        # The position of the feed overrides num_batches with the number of batches of all ranks.
+        return state if epoch < 0 else {**state, **self._feed.position(num_batches)}
 
     def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
         """Return a position in the format of :meth:`state_dict`, for a run that saved no position.
@@ -374,19 +371,12 @@ class Source:
                 )
                 action = "Resume from a checkpoint at the end of an epoch, or start a new run from the weights"
                 raise DataError(self.name, self.loader, problem, action)
-            return {"kind": "combined", "epoch": -1, "num_batches": 0, "is_exhausted": False}
+            return self._position(-1, 0)
         if self._feed.kind in ("walked", "replayed"):
             # The position requires the random states at the start of an epoch, which ``start`` saves.
-            random_state = rng_state()
-            self._feed.start(epoch)
-            set_rng_state(random_state)
-        return {
-            "kind": self._feed.kind,
-            "epoch": epoch,
-            "num_batches": num_batches,
-            "is_exhausted": False,
-            **self._feed.position(num_batches),
-        }
+            with preserved_rng():
+                self._feed.start(epoch)
+        return self._position(epoch, num_batches)
 
     def check(self, state: dict[str, Any], epoch: int) -> None:
         """Check that a run can resume in ``epoch`` from ``state``, whose tensors need not be loaded yet.

@@ -22,7 +22,7 @@ from roomier.core.log import notice
 from roomier.core.world import World
 from roomier.data import torch_loaders
 from roomier.data.batch_feeds import length_of
-from roomier.data.rebuild import can_be_rebuilt, rebuilt
+from roomier.data.rebuild import can_be_rebuilt, rebuilt, with_sampler
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import CommonDraws
 from roomier.data.share import FirstBatch, Reading
@@ -216,7 +216,4 @@ def without_padding(loader: Any, name: str, world: World) -> Any:
             f"{name}: roomier replaced the DistributedSampler, which repeats samples, so that each sample counts once"
         )
     whole = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    if batching is None:
-        return rebuilt(loader, sampler=whole)
-    assert isinstance(batching, BatchSampler)
-    return rebuilt(loader, sampler=whole, batch_sampler=BatchSampler(whole, batching.batch_size, batching.drop_last))
+    return with_sampler(loader, whole)

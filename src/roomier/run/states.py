@@ -31,11 +31,6 @@ class RunningStage(StrEnum):
         """True in validation, test and the sanity check."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
-    @property
-    def dataloader_prefix(self) -> str | None:
-        """Prefix of the loader names in this stage, such as ``"val"``."""
-        return {"sanity_check": "val", "validate": "val"}.get(self.value, self.value)
-
 
 class TrainerStatus(StrEnum):
     """The status of the last call."""

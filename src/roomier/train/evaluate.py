@@ -15,7 +15,7 @@ from roomier.api.hooks import step_of
 from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng, rng_state, set_rng_state
 from roomier.core.errors import RoomierError, TrainingError, shorten
 from roomier.core.tree import leaves, map_tensors, tensors
 from roomier.core.world import World
@@ -29,7 +29,6 @@ from roomier.techniques.loss.lazy_logits import computed
 from roomier.train.step import transfer_of
 
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
-STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class EvaluationCutError(Exception):
@@ -161,7 +160,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
     module, results, engine = run.module, run.results, run.engine
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
     ends = getattr(run.hooks, f"on_{stage}_batch_end")
-    own_step = step_of(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
+    own_step = step_of(module, f"{stage}_step", 2 if dataloader_idx is None else 3)
     last = () if dataloader_idx is None else (dataloader_idx,)
 
     def run_batch(host_batch: Any, batch_idx: int, counts: bool) -> Any:
@@ -259,16 +258,6 @@ def without_gradients(run: Run) -> Iterator[None]:
     inference = run.options.inference_mode and run.engine.allows_inference_mode
     with torch.inference_mode() if inference else torch.no_grad():
         yield
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the random states at the end of the context."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
 
 
 class StepRows:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.utils.data import DataLoader
 
 from roomier.api.lightning_module import LightningAdapter
+from roomier.core.device.rng import preserved_rng
 from roomier.core.log import quiet
 from roomier.run.run import Run
-from roomier.train.evaluate import preserved_rng
 from roomier.train.opening.open_run import batches_of_fit
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from roomier.api.module import Module, network_of
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks import MemoryForecast
 from roomier.callbacks.progress_display import duration_text
 from roomier.core.device.resolve import resolve_device
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng
 from roomier.core.log import notice
 from roomier.core.metric_names import printable
 from roomier.plan import Plan
@@ -28,11 +25,6 @@ from roomier.planner.memory.kinds import total_bytes
 from roomier.run.run import Run
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.keywords.arguments import ordered
-
-if TYPE_CHECKING:
-    OptimizerArgument = dict[str, Any] | str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
-else:  # the command line reads this type, and accepts a name or a dict
-    OptimizerArgument = dict[str, Any] | str | None
 
 
 def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
@@ -154,9 +146,8 @@ class _ByDefault(MemoryForecast):
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
     """Return a copy of ``module`` without values; None if the module cannot be copied."""
-    state = rng_state()
     try:
-        with torch.device("meta"):
+        with preserved_rng(), torch.device("meta"):
             copied = shapes_of(module)
     except Exception as error:  # a model that cannot be copied can still be trained
         if tells:
@@ -164,8 +155,6 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
                 f"MemoryForecast: no forecast is available, because {type(module).__name__} cannot be copied ({error})"
             )
         return None
-    finally:
-        set_rng_state(state)
     for parameter in copied.parameters():
         for name in ("page", "pages", "_paged_as"):  # values of a model that is created in parts
             parameter.__dict__.pop(name, None)

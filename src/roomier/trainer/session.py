@@ -48,13 +48,6 @@ from roomier.train.settling.settle import find_start, settle
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.report import prepare_forecast
 
-_STAGES = {
-    "fit": RunningStage.TRAINING,
-    "validate": RunningStage.VALIDATING,
-    "test": RunningStage.TESTING,
-    "predict": RunningStage.PREDICTING,
-}
-
 
 def request_of(
     trainer: TrainerAttributes,
@@ -107,7 +100,8 @@ def session(trainer: TrainerAttributes, request: Request, *, adds_callbacks: boo
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
     trainer.begin_call(request)
-    with request.state.within(_STAGES[request.stage]), _opened_and_closed(trainer, request, adds_callbacks) as run:
+    stage = RunningStage("train" if request.is_fit else request.stage)
+    with request.state.within(stage), _opened_and_closed(trainer, request, adds_callbacks) as run:
         yield run
 
 

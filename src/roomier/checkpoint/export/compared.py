@@ -151,12 +151,10 @@ class Compared:
     Attributes:
         max_difference: largest difference between the outputs of both models, relative to the largest absolute value of
             the output or to 1, whichever is greater.
-        num_calls: number of compared inputs.
         batch_sizes: batch size of each input.
     """
 
     max_difference: float
-    num_calls: int
     batch_sizes: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -208,7 +206,7 @@ def check_same(
             raise _differs(model, to, f"{differs} for {'values other than ' * bool(number)}the example", hints)
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)
-    return Compared(worst, len(sizes), tuple(sizes))
+    return Compared(worst, tuple(sizes))
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from roomier import checkpoint
-from roomier.checkpoint.export.output_file import new_file, replacing_file
+from roomier.checkpoint.export.output_file import for_torch, new_file, replacing_file
 from roomier.checkpoint.export.plain import weights_of
 from roomier.checkpoint.lightning import DATA_HYPERPARAMETERS, DATA_HYPERPARAMETERS_NAME
 from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES, lightning_entries
-from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.techniques.adapters.layers import is_adapter
 
@@ -54,12 +53,8 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     content = lightning_content(path, described)
     if _can_resume(path, described):
         content.update(_training_state(path))
-    with replacing_file(target) as aside:
-        try:
-            torch.save(content, aside)
-        except RuntimeError as error:  # torch's writer raises only this error
-            problem = f"cannot be written ({' '.join(str(error).split())})"
-            raise CheckpointError("output", str(target), problem, "Free some space, or use another folder") from error
+    with replacing_file(target) as aside, for_torch(aside) as file:
+        torch.save(content, file)
     return target
 
 

@@ -3,7 +3,8 @@
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -186,3 +187,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     for index, own in ({"0": of_kind} if isinstance(of_kind, Tensor) else of_kind).items():
         if int(index) < torch.accelerator.device_count():
             set_generator_state(torch.device(str(kind), int(index)), own.cpu())
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the random states at the end of the context."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -9,7 +9,6 @@ from roomier.api.datamodule import DataModule
 from roomier.api.hparams import plain_items
 from roomier.api.lightning_module import logged_hparams_of
 from roomier.api.module import Module, network_of
-from roomier.api.overrides import overrides
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -17,7 +16,6 @@ from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
 from roomier.run.options import LoopOptions
 from roomier.run.run import Batches
-from roomier.train.step import TRANSFER_HOOKS
 
 
 def report_evaluation_mode(module: Module) -> None:
@@ -48,18 +46,6 @@ def report_batch_statistics(module: Module, gradients: str) -> None:
             f"{found[0]}) use the statistics of each micro-batch. GroupNorm, LayerNorm, and BatchNorm in evaluation "
             "mode do not depend on the micro-batch"
         )
-
-
-def report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
-    """Print a notice about transfer hooks if both the module and the DataModule define them."""
-    if datamodule is None:
-        return
-    for name in TRANSFER_HOOKS:
-        if overrides(module, name, Module) and overrides(datamodule, name, DataModule):
-            notice(
-                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}. The hook of the "
-                "DataModule is used, as in Lightning"
-            )
 
 
 def report_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:

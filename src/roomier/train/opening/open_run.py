@@ -42,7 +42,6 @@ from roomier.train.opening.notices import (
     hyperparameters_to_log,
     report_batch_statistics,
     report_evaluation_mode,
-    report_transfer_hooks,
     report_validation_at_unknown_end,
 )
 from roomier.train.saving.restore import restore, restore_first_weights, restore_last, restore_weights
@@ -203,7 +202,6 @@ def start_fit(run: Run) -> None:
         report_batch_statistics(run.module, "accumulated gradients")
     elif not run.ranks.is_alone:
         report_batch_statistics(run.module, "gradients summed over ranks")
-    report_transfer_hooks(run.module, run.settled.request.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     if run.batches.evaluated and num_batches and run.progress.global_step == 0:

@@ -212,16 +212,9 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
         CheckpointError: the weights do not match the model.
     """
     own, found = run.engine.weights(), file.state_dict
-    missing = [name for name in own if name not in found]
-    is_strict = getattr(seen_by_user(run.module), "strict_loading", True)
-    if not is_strict:
-        found = {**{name: own[name] for name in missing}, **{name: found[name] for name in found if name in own}}
-        missing = []
-    problems = _differences(own, found, missing)
-    if problems:
-        action = "Pass a checkpoint of this model, or build the model that was saved"
-        problem = f"does not match the model: {'; '.join(problems)}"
-        raise CheckpointError("ckpt_path", str(file.path), problem, action)
+    if not getattr(seen_by_user(run.module), "strict_loading", True):
+        found = {name: found.get(name, each) for name, each in own.items()}
+    check_weights(file.path, own, found)
     return {name: shard_like(own[name], each) for name, each in found.items()}
 
 
@@ -328,12 +321,27 @@ def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]
     return dict(found)
 
 
+def check_weights(path: Path, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Check that the names and shapes of the weights ``found`` in the checkpoint ``path`` match ``own``.
+
+    Raises:
+        CheckpointError: the checkpoint does not match the model.
+    """
+    problems = _differences(own, found, [name for name in own if name not in found])
+    if problems:
+        action = (
+            "Pass a checkpoint of this model, or build the model that was saved. With strict_loading = False, the "
+            "module ignores missing and unexpected weights"
+        )
+        raise CheckpointError("ckpt_path", str(path), f"does not match the model: {'; '.join(problems)}", action)
+
+
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str]) -> list[str]:
     unexpected = [name for name in found if name not in wanted]
     different = [
         f"{name} {list(found[name].shape)} for {list(each.shape)}"
         for name, each in wanted.items()
-        if isinstance(each, torch.Tensor) and name in found and found[name].shape != each.shape
+        if isinstance(each, Tensor) and getattr(found.get(name), "shape", each.shape) != each.shape
     ]
     titles = (("missing", missing), ("unexpected", unexpected), ("different shapes", different))
     return [f"{title}: {first_few(names)}" for title, names in titles if names]

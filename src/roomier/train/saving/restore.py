@@ -23,10 +23,10 @@ from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.find import NoUsableCheckpointError, set_aside_incomplete
 from roomier.checkpoint.lightning import is_lightning_file
-from roomier.checkpoint.record import RECORD_OF_DCP, DamagedCheckpointError, malformed
+from roomier.checkpoint.record import RECORD_NAME, RECORD_OF_DCP, DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
-from roomier.core.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
+from roomier.core.device.rng import check_rng_state, preserved_rng, rng_state, seed_everything, set_rng_state
 from roomier.core.errors import CheckpointError, RoomierError, TrainingError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
@@ -46,6 +46,7 @@ from roomier.techniques.adapters.lora import as_keyword
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import (
     LightningWeights,
+    check_weights,
     errors_about,
     load_callbacks,
     restore_lightning,
@@ -157,7 +158,8 @@ def restore_weights(run: Run, path: Path) -> None:
     with _named_ckpt_path():
         stored, weights = peek_run(path, check_files=True), run.engine.weights()
         _check_adapters(path, stored, weights, run.plan)
-        _check_names(run, path, weights, stored["module"])
+        if _is_strict(run):
+            check_weights(path, weights, stored["module"])
         only: tuple[str, ...] = ("module",)
         if overrides(run.module, "on_load_checkpoint", Module):
             only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
@@ -187,7 +189,8 @@ def restore(run: Run, path: Path) -> None:
         _check_complete(path, stored)
         weights = run.engine.weights()
         _check_adapters(path, stored, weights, run.plan)
-        _check_names(run, path, weights, stored["module"])
+        if _is_strict(run):
+            check_weights(path, weights, stored["module"])
         stored_plan = read_plan(path, stored["plan"])
         with malformed(path):
             _check_own_callbacks(run, stored["callbacks"])
@@ -241,27 +244,9 @@ def restore(run: Run, path: Path) -> None:
         )
 
 
-def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Check that the names and shapes of the model match the stored weights, unless the module accepts differences.
-
-    Raises:
-        CheckpointError: the checkpoint does not match the model.
-    """
-    is_strict = run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
-    if is_strict and own.keys() != stored.keys():
-        found = [("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())]
-        differences = [f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names]
-    else:
-        shapes = [(name, *(getattr(each[name], "shape", None) for each in (own, stored))) for name in own if is_strict]
-        differences = [
-            f"{name} has shape {tuple(there)} in the checkpoint, but {tuple(here)} in this model"
-            for name, here, there in shapes
-            if here is not None and there is not None and tuple(here) != tuple(there)
-        ][:1]
-    if differences:
-        action = "Pass a checkpoint of this model, or build the model that was saved"
-        problem = f"does not match the model: {'; '.join(differences)}"
-        raise CheckpointError("ckpt_path", str(path), problem, action)
+def _is_strict(run: Run) -> bool:
+    """Return True if the weights must match the model, because the module neither accepts nor makes differences."""
+    return run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
 
 
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +254,7 @@ def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict
 
     These tensors are the weights of the model, or new tensors if the module may change or reject the loaded weights.
     """
-    if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
+    if _is_strict(run):
         return dict(own)
     return {name: _place(own.get(name), spec) for name, spec in stored.items()}
 
@@ -291,22 +276,16 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     Raises:
         CheckpointError: the weights do not match the model.
     """
-    if not overrides(run.module, "on_load_checkpoint", Module) and run.module.strict_loading:
+    if _is_strict(run):
         found: dict[str, Any] = state["module"]
         return found
     shown = ShownCheckpoint(state)
     show_checkpoint(run, shown)
     state.update(shown)
     found = shown["module"]
-    differing = sorted(own.keys() ^ found.keys())
-    if differing and run.module.strict_loading:
-        problem = (
-            "does not match the model. These weights are only in the model or only in the checkpoint: "
-            f"{', '.join(differing[:5])}"
-        )
-        action = "Pass a checkpoint of this model, or set strict_loading = False on the module"
-        raise CheckpointError("ckpt_path", str(path), problem, action)
-    if differing:
+    if run.module.strict_loading:
+        check_weights(path, own, found)
+    elif differing := sorted(own.keys() ^ found.keys()):
         notice(f"strict_loading=False: ignoring {len(differing)} weights that are not in both: {differing[:5]}")
     return {name: found.get(name, value) for name, value in own.items()}
 
@@ -318,11 +297,9 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
     if own is not None:
         return own
     seed = zlib.crc32(stored["0"]["torch"].numpy().tobytes()) ^ zlib.crc32(rank.to_bytes(8, "little"))
-    before = rng_state()
-    seed_everything(seed)
-    derived = rng_state()
-    set_rng_state(before)
-    return derived
+    with preserved_rng():
+        seed_everything(seed)
+        return rng_state()
 
 
 @contextmanager
@@ -382,9 +359,6 @@ def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str,
     raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
 
 
-_RECORD_OF_CHECKPOINT = "run.json"
-
-
 @dataclass(frozen=True)
 class PlainCheckpoint:
     """Weights from a checkpoint without adapters, for a model that has adapters. The weights are read before
@@ -440,7 +414,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
         return FirstWeights()
     check_path("weights", weights)
     path = at_home(weights)
-    if (path / _RECORD_OF_CHECKPOINT).is_file():
+    if (path / RECORD_NAME).is_file():
         if plan.adapter.lora_rank is not None and not any(is_adapter(name) for name in _peek(path).get("module", {})):
             return FirstWeights(file=PlainCheckpoint(path, ranks))
         return FirstWeights(checkpoint=path)

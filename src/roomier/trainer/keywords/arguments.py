@@ -35,34 +35,18 @@ _OF_DATA_LOADER = "Pass batch_size to your DataLoader"
 
 FORMER_KEYWORDS: dict[str, str] = {
     # current and earlier versions of Lightning's Trainer
-    "auto_select_gpus": "Select devices with the environment variable CUDA_VISIBLE_DEVICES",
     "checkpoint_callback": "Use enable_checkpointing, or add a ModelCheckpoint to callbacks",
     "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
     "progress_bar_refresh_rate": "Use callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",
-    "weights_summary": "Use enable_model_summary",
-    "weights_save_path": "Use default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
-    "track_grad_norm": "Log the norm in on_before_optimizer_step of the module",
     "replace_sampler_ddp": _SHARES,
     "use_distributed_sampler": _SHARES,
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-    "prepare_data_per_node": "Remove it: prepare_data runs on the first rank of each machine",
     "plugins": "Pass precision, environment and checkpoint plugins of Lightning, or use precision=... and strategy=...",
     "barebones": "Use True or False. True disables logs, checkpoints, the progress bar, summaries and the sanity check",
     "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log the hyperparameters",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
     "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
-    "terminate_on_nan": "Remove it: a loss that is not finite ends the run at the next log step",
-    "stochastic_weight_avg": "Use callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
-    "process_position": "Remove it: there is one progress bar",
-    "flush_logs_every_n_steps": "Remove it: each row is written to its file immediately",
-    "log_gpu_memory": "Log torch.accelerator.max_memory_allocated() in training_step",
-    "multiple_trainloader_mode": (
-        "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
-    ),
-    "move_metrics_to_cpu": "Remove it: logged values stay on their device until a log step",
-    "reload_dataloaders_every_epoch": "Use reload_dataloaders_every_n_epochs=1",
-    "truncated_bptt_steps": "Split the sequence in training_step, with manual optimization",
-    **dict.fromkeys(("use_amp", "amp_backend", "amp_level"), "Use precision='16-mixed'"),
+    **dict.fromkeys(("use_amp", "amp_level"), "Use precision='16-mixed'"),
     **dict.fromkeys(("num_gpus", "num_processes", "ipus", "hpus"), "Use accelerator and devices"),
     "distributed_backend": "Use strategy",
     # transformers' Trainer and TrainingArguments. The Trainer converts some of these fields, but the command does not.

@@ -278,11 +278,6 @@ class Strategy:
         return root_device(self._trainer)
 
     @property
-    def is_distributed(self) -> bool:
-        """True if there are several ranks."""
-        return self._trainer.world_size > 1
-
-    @property
     def _lightning_optimizers(self) -> list[Any]:
         """Attribute that ``LightningModule.optimizers`` reads after a run."""
         return list(self._trainer.manual_optimizers)
@@ -373,11 +368,6 @@ class PredictLoop:
         self.return_predictions = return_predictions
         self.returned: list[list[Any]] = []
         self._predictions: list[list[Any]] = []
-
-    @property
-    def num_dataloaders(self) -> int:
-        """Number of prediction loaders."""
-        return len(self.epoch_batch_indices)
 
     @property
     def predictions(self) -> list[Any]:
