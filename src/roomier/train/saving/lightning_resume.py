@@ -327,7 +327,7 @@ def check_weights(path: Path, own: Mapping[str, Any], found: Mapping[str, Any]) 
     Raises:
         CheckpointError: the checkpoint does not match the model.
     """
-    problems = _differences(own, found, [name for name in own if name not in found])
+    problems = _differences(own, found, sorted(own.keys() - found.keys()))
     if problems:
         action = (
             "Pass a checkpoint of this model, or build the model that was saved. With strict_loading = False, the "
