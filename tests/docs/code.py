@@ -37,6 +37,7 @@ _MASKS = [
     (re.compile(r"\b\d[\d,.]* ?(us|ms|s|min|h|seconds?|minutes?|hours?)\b"), "TIME"),
     (re.compile(r"\b(pid|process) \d+"), r"\1 PID"),
     (re.compile(r"\b\d+\.\d%$", re.MULTILINE), "SHARE"),  # of the time, in the table of a profiler
+    (re.compile(r"\b\d[\d.]* [KM] (exact|near|approximate)\b"), r"RATE \1"),  # as the time of the same row
     (re.compile(r"-{3,}"), "---"),
     (re.compile(r"[ \t]+"), " "),
     (re.compile(r" $", re.MULTILINE), ""),
