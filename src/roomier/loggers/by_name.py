@@ -16,12 +16,11 @@ from roomier.loggers.tensorboard import TensorBoardLogger
 from roomier.loggers.trackio import TrackioLogger
 from roomier.loggers.wandb import WandbLogger
 
-_ACTION = "Use one of: comet, csv, jsonl, mlflow, tensorboard, trackio, wandb"
-
 
 def service_closed() -> PlanError:
     """Return the error that lists the available loggers."""
-    return PlanError("logger", "neptune", "the service was shut down in March 2026", _ACTION)
+    action = f"Use one of: {', '.join(sorted(LOGGERS))}"
+    return PlanError("logger", "neptune", "the service was shut down in March 2026", action)
 
 
 class NeptuneLogger:
@@ -118,13 +117,13 @@ def _one(item: object) -> Any:
         if not is_logger(item):
             raise _not_a_logger(item)
         return item
-    if item == "neptune":
-        raise service_closed()
     if item not in LOGGERS:
         load_extensions()
-    if item not in LOGGERS:
-        raise PlanError("logger", item, "is not the name of a logger", did_you_mean(item, LOGGERS))
-    return LOGGERS[item]()
+    if item in LOGGERS:
+        return LOGGERS[item]()
+    if item == "neptune":
+        raise service_closed()
+    raise PlanError("logger", item, "is not the name of a logger", did_you_mean(item, LOGGERS))
 
 
 def _not_a_logger(item: object) -> PlanError:

@@ -70,7 +70,8 @@ class OptimizerChoice(ImportedChoice):
 
     Attributes:
         cuda_bytes: bytes that an update moves per float32 weight on an accelerator.
-        cpu_bytes: bytes that an update moves per float32 weight on a CPU.
+        cpu_bytes: time of an update per float32 weight on a CPU, in bytes that a fused AdamW moves in this time (28 for
+            AdamW itself).
         num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
             all tensors.
         keeps_low_bits: True if the optimizer can store the low bits that bfloat16 weights lack.

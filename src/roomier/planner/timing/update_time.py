@@ -38,7 +38,7 @@ class Moved:
 
     Attributes:
         cuda_bytes: bytes read and written per element on a GPU.
-        cpu_bytes: bytes read and written per element on a CPU.
+        cpu_bytes: time per element on a CPU, in bytes that a fused AdamW moves in this time (28 for AdamW itself).
         num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
             all tensors.
         itemsize: element size for which the bytes are specified. The bytes are proportional to the actual size of an

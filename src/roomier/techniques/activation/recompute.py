@@ -109,9 +109,10 @@ def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep | MakeCon
         case "every_n":
             n = activation.every_n or 2
             return [Keep.INPUT if index % n == n - 1 else Keep.ALL for index in range(num_blocks)]
+        case "none" | "budget":
+            return [Keep.ALL] * num_blocks
     choice = POLICIES[activation.policy]
-    if not isinstance(choice, ImportedChoice):
-        return [Keep.ALL] * num_blocks
+    assert isinstance(choice, ImportedChoice), f"policy {activation.policy!r} has no implementation"
     keeps: list[Keep | MakeContext] = list(choice.load()(num_blocks))
     if len(keeps) != num_blocks:
         problem = f"returned {len(keeps)} settings for {num_blocks} blocks"
