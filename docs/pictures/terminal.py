@@ -72,7 +72,8 @@ def draw(name: str, command: str) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(Text.assemble(("$ ", "bold"), command))
     console.print(Text.from_ansi(output.rstrip()))
-    svg = console.export_svg(title=command, theme=MONOKAI, code_format=FORMAT.replace("TITLE", escape(command)), unique_id=name)
+    code_format = FORMAT.replace("TITLE", escape(command))
+    svg = console.export_svg(title=command, theme=MONOKAI, code_format=code_format, unique_id=name)
     FOLDER.joinpath(f"{name}.svg").write_text("".join(f"{line.rstrip()}\n" for line in svg.splitlines()))
 
 
