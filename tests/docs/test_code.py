@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs.code import ROOT, changes, difference, outputs, pages
 
-IN_MAKE_TEST = ("errors", "index", "install")
+IN_MAKE_TEST = ("errors", "install", "ten_lines")
 """Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
 

@@ -157,9 +157,7 @@ def restore_weights(run: Run, path: Path) -> None:
         return
     with _named_ckpt_path():
         stored, weights = peek_run(path, check_files=True), run.engine.weights()
-        _check_adapters(path, stored, weights, run.plan)
-        if _is_strict(run):
-            check_weights(path, weights, stored["module"])
+        _check_weights(run, path, stored, weights)
         only: tuple[str, ...] = ("module",)
         if overrides(run.module, "on_load_checkpoint", Module):
             only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
@@ -188,9 +186,7 @@ def restore(run: Run, path: Path) -> None:
         stored = peek_run(path, check_files=True)
         _check_complete(path, stored)
         weights = run.engine.weights()
-        _check_adapters(path, stored, weights, run.plan)
-        if _is_strict(run):
-            check_weights(path, weights, stored["module"])
+        _check_weights(run, path, stored, weights)
         stored_plan = read_plan(path, stored["plan"])
         with malformed(path):
             _check_own_callbacks(run, stored["callbacks"])
@@ -345,18 +341,20 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
         raise CheckpointError("ckpt_path", str(path), problem, action)
 
 
-def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any], plan: Plan) -> None:
+def _check_weights(run: Run, path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check that the stored adapters, names and shapes are those of the model, unless the module accepts differences."""
     names = stored.get("module", {})
     adapter = AdapterPlan(**stored.get("plan", {}).get("adapter", {}))
-    is_that_of_plan = adapter == plan.adapter and adapter.lora_rank is not None
-    if names.keys() == weights.keys() or is_that_of_plan or not any(map(is_adapter, names)):
-        return
-    lora = "lora" if adapter.lora_rank is None else f"lora={as_keyword(adapter)}"
-    action = (
-        f"Pass {lora} to the Trainer, as in the saved run. Or load the model and its adapters with "
-        "load_from_checkpoint, or write files of the merged model with `roomier export`"
-    )
-    raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
+    is_that_of_plan = adapter == run.plan.adapter and adapter.lora_rank is not None
+    if names.keys() != weights.keys() and not is_that_of_plan and any(map(is_adapter, names)):
+        lora = "lora" if adapter.lora_rank is None else f"lora={as_keyword(adapter)}"
+        action = (
+            f"Pass {lora} to the Trainer, as in the saved run. Or load the model and its adapters with "
+            "load_from_checkpoint, or write files of the merged model with `roomier export`"
+        )
+        raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
+    if _is_strict(run):
+        check_weights(path, weights, names)
 
 
 @dataclass(frozen=True)
