@@ -342,7 +342,7 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
 
 
 def _check_weights(run: Run, path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Check that the stored adapters, names and shapes are those of the model, unless the module accepts differences."""
+    """Check that adapters, names and shapes are those of the model, unless the module accepts differences."""
     names = stored.get("module", {})
     adapter = AdapterPlan(**stored.get("plan", {}).get("adapter", {}))
     is_that_of_plan = adapter == run.plan.adapter and adapter.lora_rank is not None
