@@ -17,6 +17,19 @@ The column *accepted* contains the versions that pip accepts, and *tested* the v
 (`constraints.txt`). To install exactly the tested versions, pass `-c constraints.txt` to pip. The packages in the
 second table are optional: install those whose features you use.
 """
+_POLICY = """## Version policy
+
+Versions follow [Semantic Versioning](https://semver.org/). Because roomier is at version 0, a minor version (0.1 to 0.2) may
+change names and defaults; a patch version may not. Every change that can affect your code is in the changelog, and a
+name that is replaced raises an error that contains its replacement.
+
+Your files outlive these changes. A checkpoint or a run folder of any earlier version can be loaded and resumed, because
+each format has a number, and old formats are converted when they are read. A checkpoint of a newer version is rejected
+with an error that names its format version.
+
+roomier supports the Python versions that receive security fixes, from 3.11, and at least the last three minor versions
+of torch. Support for an older version ends in a minor version of roomier.
+"""
 _TESTED_PYTHON = "3.11"
 _FEATURES = {
     "accelerate": "comparison of `roomier.Accelerator` with the original",
@@ -47,7 +60,7 @@ def pages() -> Iterator[tuple[str, str]]:
     features = [(f"`{name}`", text, accepted[name], tested[_key(name)]) for name, text in _FEATURES.items()]
     introduction = _INTRODUCTION.format(python=project["requires-python"], tested=_TESTED_PYTHON)
     tables = [table(("package", "accepted", "tested"), rows), table(("package", "for", "accepted", "tested"), features)]
-    yield "compatibility.md", "\n\n".join([introduction, *tables])
+    yield "compatibility.md", "\n\n".join([introduction, *tables, _POLICY])
 
 
 def _parsed(requirement: str) -> tuple[str, str]:
