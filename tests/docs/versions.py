@@ -19,9 +19,9 @@ second table are optional: install those whose features you use.
 """
 _POLICY = """## Version policy
 
-Versions follow [Semantic Versioning](https://semver.org/). Because roomier is at version 0, a minor version (0.1 to 0.2) may
-change names and defaults; a patch version may not. Every change that can affect your code is in the changelog, and a
-name that is replaced raises an error that contains its replacement.
+Versions follow [Semantic Versioning](https://semver.org/). Because roomier is at version 0, a minor version (such as
+0.2) may change names and defaults; a patch version may not. Every change that can affect your code is in the changelog,
+and a name that is replaced raises an error that contains its replacement.
 
 Your files outlive these changes. A checkpoint or a run folder of any earlier version can be loaded and resumed, because
 each format has a number, and old formats are converted when they are read. A checkpoint of a newer version is rejected

@@ -236,9 +236,9 @@ def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:
     spent_s = []
     for _ in range(3):
         begin_s = time.process_time()
-        asked.memory(plan, 2)
+        asked.estimate(plan, 2)
         spent_s.append(time.process_time() - begin_s)
-    assert min(spent_s) < 0.1  # about 5 ms on an idle machine
+    assert min(spent_s) < 0.3  # about 50 ms, of which a tenth is the memory
 
 
 def test_norms_of_narrow_blocks_are_gathered_in_float32() -> None:
