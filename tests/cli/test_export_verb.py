@@ -47,6 +47,25 @@ def test_weights_are_read_from_the_run_folder(
     assert all(torch.equal(scripted[name], expected[name]) for name in expected)
 
 
+def test_class_that_a_run_folder_names_is_not_imported(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "planted_by_someone.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = run_folder / "version_0" / "config.yaml"
+    config.write_text("model:\n  class_path: planted_by_someone.Net\n")
+    words = ["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]
+    assert main(words) == 2
+    assert "--model" in capsys.readouterr().err
+    assert main([*words, *MODEL, "--model.hidden", "3"]) == 0
+    assert not (tmp_path / "executed").exists()
+
+
+def test_shards_have_a_positive_size(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run_folder), "--to", "safetensors", "--max-shard-size", "0"]) == 2
+    assert "--max-shard-size='0': must be positive" in capsys.readouterr().err
+
+
 def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
     assert main(["export", str(run_folder), "--to", "lightning", str(tmp_path / "x.ckpt")]) == 0
 

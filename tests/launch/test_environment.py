@@ -142,6 +142,12 @@ def test_first_host_of_a_list(text: str, expected: str) -> None:
     assert first_host(text) == expected
 
 
+@pytest.mark.parametrize("text", ["gpu[07-", "gpu]", ","])
+def test_malformed_list_of_hosts_is_an_error(text: str) -> None:
+    with pytest.raises(RoomierError, match="must be a SLURM list of hosts"):
+        first_host(text)
+
+
 def test_tasks_per_node() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 

@@ -134,6 +134,8 @@ def _write_weights(options: argparse.Namespace, path: Path, output: Path) -> Non
         return
     given = options.max_shard_size
     num_bytes = DEFAULT_SHARD_BYTES if given is None else parse_bytes("--max-shard-size", given)
+    if num_bytes <= 0:
+        raise RoomierError("--max-shard-size", given, "must be positive", "Use a size such as 5GB or 500MiB")
     if options.to == "safetensors":
         done = export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
     else:

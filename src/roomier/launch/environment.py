@@ -213,7 +213,10 @@ _COUNT = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
 
 def first_host(text: str) -> str:
     """Return the first host of a SLURM list: ``"a[1-2]b,c"`` becomes ``"a1b"``."""
-    return _RANGES.sub(r"\1", text).partition(",")[0]
+    host = _RANGES.sub(r"\1", text).partition(",")[0]
+    if not host or "[" in host or "]" in host:
+        raise _wrong("SLURM_STEP_NODELIST", text, "must be a SLURM list of hosts")
+    return host
 
 
 def tasks_per_node(text: str) -> list[int]:

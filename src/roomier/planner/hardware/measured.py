@@ -124,7 +124,7 @@ def stored() -> list[Measured]:
         content = read_json(path, parse_constant=float)
         if content["version"] != _VERSION:
             raise ValueError("another version of roomier wrote it")
-        return [_measured(entry) for entry in content["measured"]]
+        return [_measured(entry) for entry in content.get("measured", [])]
     except FileNotFoundError:
         return []
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:

@@ -7,8 +7,7 @@ therefore moves seven times the size of a weight, or 28 bytes per element in flo
 operations read and write tensors in each operation. The number of bytes that these optimizers move was counted with
 :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache are
 limited by computation, because they move few bytes. For these optimizers, the value is the time on one core, expressed
-as the number of bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by
-``benchmarks/step_time.py``).
+as the number of bytes that fused AdamW moves in that time (GPT of 14 M parameters).
 """
 
 from __future__ import annotations

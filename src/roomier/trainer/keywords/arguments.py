@@ -46,7 +46,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log the hyperparameters",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
     "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
-    **dict.fromkeys(("use_amp", "amp_level"), "Use precision='16-mixed'"),
+    **dict.fromkeys(("use_amp", "amp_backend", "amp_level"), "Use precision='16-mixed'"),
     **dict.fromkeys(("num_gpus", "num_processes", "ipus", "hpus"), "Use accelerator and devices"),
     "distributed_backend": "Use strategy",
     # transformers' Trainer and TrainingArguments. The Trainer converts some of these fields, but the command does not.
