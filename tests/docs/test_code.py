@@ -10,7 +10,16 @@ IN_MAKE_TEST = ("errors", "install", "ten_lines")
 """Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
 
-PAGES = [pytest.param(page, marks=() if page in IN_MAKE_TEST else pytest.mark.more) for page in pages()]
+SLOW = ("first_project", "plan")
+"""Pages whose code takes a minute. The test of the package also runs the first project, but compares no output."""
+
+
+def mark_of(page: str) -> list[pytest.MarkDecorator]:
+    """Return the mark that selects the command that runs a page."""
+    return [] if page in IN_MAKE_TEST else [pytest.mark.slow if page in SLOW else pytest.mark.more]
+
+
+PAGES = [pytest.param(page, marks=mark_of(page)) for page in pages()]
 
 
 @pytest.mark.parametrize("page", PAGES)
