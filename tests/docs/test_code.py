@@ -10,8 +10,8 @@ IN_MAKE_TEST = ("errors", "install", "ten_lines")
 """Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
 
-SLOW = ("first_project", "plan")
-"""Pages whose code takes a minute. The test of the package also runs the first project, but compares no output."""
+SLOW = ("first_project", "long_sequences", "plan")
+"""Pages whose code takes a minute or two. The test of the package runs the first project without comparing outputs."""
 
 
 def mark_of(page: str) -> list[pytest.MarkDecorator]:
