@@ -109,7 +109,7 @@ site: $(DOCS)/.installed
 
 # The code of the other pages takes minutes and runs in test-more.
 docs-code:
-	@if [ -x $(BIN)/python ]; then $(BIN)/python -m pytest -q -m 'not more' $(DOCS_TESTS); \
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m pytest -q -m 'not more and not slow' $(DOCS_TESTS); \
 	else echo 'the code of the pages was not run, because it requires make install'; fi
 
 $(DOCS)/.installed: docs/requirements.txt
