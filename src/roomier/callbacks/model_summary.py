@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng
 from roomier.core.errors import check_integer
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
@@ -211,14 +211,14 @@ def _call(model: nn.Module, example: Any) -> Any:
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    training, random_state = [each for each in model.modules() if each.training], rng_state()
+    training = [each for each in model.modules() if each.training]
     model.eval()
     try:
-        yield
+        with preserved_rng():
+            yield
     finally:
         for each in training:
             each.training = True
-        set_rng_state(random_state)
 
 
 def _shapes_of(value: Any) -> str:
