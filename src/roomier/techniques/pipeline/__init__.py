@@ -1,0 +1,1 @@
+"""Pipelines: consecutive parts of a model on different ranks."""
