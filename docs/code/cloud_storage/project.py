@@ -1,0 +1,1 @@
+../resume/project.py

@@ -1,0 +1,1 @@
+python -i -c 'import sys; sys.ps1 = ""; exec(open("cells.py").read())' < /dev/null
