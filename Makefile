@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SERVICES := $(VENV)/.services
 SLURM := .cache/slurm
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1
 DOCS := .cache/docs
@@ -18,13 +19,14 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-main test-more test-full test-kernels gpu docs site docs-code lint style types format clean
+.PHONY: help install browser slurm demo test test-main test-more test-storage test-full test-kernels gpu docs site docs-code lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
 	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
 	@echo 'make test          lint, types, layers and the main tests of each feature'
 	@echo 'make test-more     the tests marked more; CI runs both commands'
+	@echo 'make test-storage  the tests with storage servers, notebooks, sweeps and a browser'
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
@@ -73,12 +75,20 @@ test: style
 
 # The tests of third-party projects are all marked `more`, and their imports take seconds.
 test-main: install
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not more and not slow' --ignore=tests/third_party
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not more and not slow and not services' --ignore=tests/third_party
 
 test-more: install
-	$(BIN)/python -m pytest $(PARALLEL) -m 'more and not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'more and not slow and not services'
 
-test-full: lint
+# A storage server, Jupyter, Optuna and Ray bring 70 packages along, so only these tests install them.
+test-storage: $(SERVICES)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'services and not slow'
+
+$(SERVICES): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,services]'
+	@touch $@
+
+test-full: lint $(SERVICES)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-kernels: install

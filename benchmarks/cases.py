@@ -8,7 +8,7 @@ from types import ModuleType
 
 CASES = {
     "overhead": "time of a step of the Trainer compared with the same step in a bare PyTorch loop",
-    "levers": "time and memory of each single-device lever, compared with the Hugging Face Trainer",
+    "levers": "time and memory of each memory technique on one device, compared with the Hugging Face Trainer",
     "optimizers": "loss, memory and time of low-bit optimizers, compared with AdamW",
     "planner": "forecast and measured peak memory of a step",
     "offload": "time and memory of optimizer states on disk, compared with all states in memory",
@@ -17,6 +17,7 @@ CASES = {
     "choice": "the choice of strategy='auto', compared with measurements of all plans that fit",
     "gpu": "memory, speed and copies on an accelerator, compared with forecasts",
     "strategies": "memory and step time of each strategy, compared with PyTorch DDP",
+    "upload": "time of a step during an upload to remote storage, compared with a local background save",
     "drift": "overhead and strategies of this checkout, compared with an earlier commit",
 }
 """Mapping from the name of each benchmark to its description."""

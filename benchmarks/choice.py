@@ -346,8 +346,8 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} x the best step time, "
         f"{result['under_budget']:.0%} under the budget"
     )
-    caption = "peak bytes: maximum over the ranks, measured by the memory tracker; medians of interleaved steps"
-    numbers = ("ranks", "peak", "budget", "plans run", "step", "of the best")
+    caption = "the peak is the maximum over the ranks, measured by the memory tracker; the step time is a median"
+    numbers = ("ranks", "peak", "budget", "plans run", "step", "ratio to best")
     found = table_of(result, title, caption, ("model", "chosen", "best"), numbers)
     for row in result["pairs"]:
         chosen = row["chosen"] is not None

@@ -24,7 +24,7 @@ from roomier.core.log import notice
 from roomier.core.units import format_bytes
 from roomier.models.gpt import SIZES
 
-HEADER = ("lever", "framework", "samples/s", "of vanilla", "peak", "of vanilla")
+HEADER = ("technique", "framework", "samples/s", "ratio to vanilla", "peak", "ratio to vanilla")
 _COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
 
 
@@ -215,7 +215,7 @@ def row_of(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, 
 def table(result: Mapping[str, Any]) -> RenderableType:
     """Return a table with one line for each technique and framework."""
     title = f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens per step"
-    caption = f"peak of {result['peak_is_of']}; {result['repeats']} x {result['steps']} steps, medians"
+    caption = f"peak of {result['peak_is_of']}; median of {result['repeats']} x {result['steps']} steps"
     found = table_of(result, title, caption, HEADER[:2], HEADER[2:])
     for cells in lines(result):
         found.add_row(*cells)

@@ -324,7 +324,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         for name, each in result["memory"].items():
             made.add_row(name, f"{each['peak_rss_bytes'] / 1e6:.0f} MB", f"{each['step_s']:.3f} s")
         return made
-    made = Table("mode", "step", "raw I/O", "overlap ratio", "of the formula", "read", "written")
+    made = Table("mode", "step", "raw I/O", "ratio to lower bound", "ratio to forecast", "read", "written")
     made.add_row("resident", f"{result['resident_s']:.3f} s")
     for mode, each in result["modes"].items():
         made.add_row(

@@ -204,12 +204,13 @@ def _update_of(name: str, num_parameters: int) -> Callable[[], Cost]:
 
 def table(result: Mapping[str, Any]) -> RenderableType:
     """Return a table with one line for each optimizer."""
-    title = f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {result['seeds']} seeds"
+    seeds = "1 seed" if result["seeds"] == 1 else f"{result['seeds']} seeds"
+    title = f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {seeds}"
     caption = (
-        "states: bytes per parameter of large matrices; "
-        f"update of {result['step_parameters']:,} parameters in one thread, compared with torch's fused AdamW"
+        "states are in bytes per parameter of large matrices; the update of "
+        f"{result['step_parameters']:,} parameters in one thread is compared with torch's fused AdamW"
     )
-    numbers = ("loss", "to adamw", "seeds", "states", "update", "to adamw")
+    numbers = ("loss", "difference to adamw", "each seed", "states", "update", "ratio to adamw")
     found = table_of(result, title, caption, ("optimizer",), numbers)
     for row in result["rows"]:
         found.add_row(

@@ -169,7 +169,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         ("import over torch", "import_s", "s"),
     ]
     caption = (
-        f"{result['repeats']} x {result['steps']} steps, interleaved, medians; quartiles of the overhead "
+        f"median of {result['repeats']} x {result['steps']} interleaved steps; quartiles of the overhead: "
         f"{low:.1f} to {high:.1f} µs"
     )
     peers = [] if lightning is None else [f"lightning {lightning['version']}", "its module in roomier"]

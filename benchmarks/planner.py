@@ -377,9 +377,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> RenderableType:
     """Return a table of the rows with the largest errors and the rows with a measured resident set."""
-    title = f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}"
+    title = (
+        f"{len(result['rows'])} configurations: median error {result['median_error']:.3%}, largest error "
+        f"{result['worst_error']:.2%}"
+    )
     caption = (
-        f"the {_NUM_SHOWN} largest errors, and rows with a resident set; {len(result['refused'])} rejected, "
+        f"rows with the {_NUM_SHOWN} largest errors or with a resident set; {len(result['refused'])} rejected, "
         f"{len(result['failures'])} failed"
     )
     words = ("model", "strategy", "recompute", "precision", "optimizer")

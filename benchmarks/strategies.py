@@ -4,6 +4,10 @@ Each rank is a process ``python -m benchmarks.strategies FOLDER SETTINGS``. Memo
 because the memory tracker slows down the steps. On the CPU, both measurements use the same models and optimizers. If
 the models of all strategies do not fit into memory at the same time, they are recreated for each turn. The collectives
 of a step are also measured without computation, on buffers with the sizes of the model's weights.
+
+``--context N`` also measures zero2 with N ranks that share each sequence. All strategies compute the same tokens per
+step, so a group of N ranks computes N times as many sequences as one rank of the other strategies. For example:
+``python -m benchmarks strategies --context 2 --model gpt-mini-bytes --seq-len 1024 --batch-size 1 --strategies zero2``.
 """
 
 from __future__ import annotations
@@ -113,13 +117,16 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 PEER = "torch_ddp"
 STRATEGIES = (PEER, "single", "ddp", "zero1", "zero2", "zero3", "hsdp")
-MODELS = ("mingpt", *SIZES)
+SHARED = "zero2+context"
+"""zero2 with groups of ranks that share each sequence."""
+_BYTES = "gpt-mini-bytes"
+MODELS = ("mingpt", _BYTES, *SIZES)
 _NUM_COPIES = 2  # replicas of the model with hsdp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--model", default="mingpt", help="mingpt (34M parameters) or a size of minGPT, such as gpt2")
+    parser.add_argument("--model", default="mingpt", help=f"mingpt (34M parameters), {_BYTES} or a size of minGPT")
     parser.add_argument("--ranks", type=at_least(1), default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--accelerator", default="cpu", help="as in Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="as in Trainer(precision=...) (%(default)s)")
@@ -127,6 +134,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=at_least(1), default=128, help="tokens per sequence (%(default)s)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="steps per turn (%(default)s)")
     parser.add_argument("--repeats", type=at_least(1), default=5, help="turns per strategy (%(default)s)")
+    parser.add_argument(
+        "--context", type=at_least(1), default=1, help=f"ranks that share each sequence in a row {SHARED} (1: no row)"
+    )
     parser.add_argument("--strategies", default="", help=f"names separated by commas (all): {','.join(STRATEGIES)}")
 
 
@@ -134,9 +144,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return all values: peak bytes on the rank with the largest peak, and seconds per step."""
     facts = circumstances()
     known("--model", options.model, MODELS)
-    names = ("model", "ranks", "accelerator", "precision", "batch_size", "seq_len", "steps", "repeats")
+    names = ("model", "ranks", "accelerator", "precision", "batch_size", "seq_len", "steps", "repeats", "context")
     settings = {name: getattr(options, name) for name in names}
     settings["strategies"] = possible_strategies(options.strategies, options.ranks)
+    if options.context > 1:
+        settings["strategies"].append(SHARED)
     return {"case": "strategies", **settings, **compare(settings), **facts}
 
 
@@ -151,19 +163,24 @@ def config_of(settings: Mapping[str, Any]) -> GPTConfig:
     """Return the configuration of ``--model`` without dropout, so that all strategies have the same losses."""
     if settings["model"] == "mingpt":
         return GPTConfig(8192, settings["seq_len"], num_layers=8, num_heads=8, width=512, dropout=0.0)
+    if settings["model"] == _BYTES:
+        return GPTConfig.named("gpt-mini", vocab_size=256, context=settings["seq_len"], dropout=0.0)
     return GPTConfig.named(settings["model"], context=settings["seq_len"], dropout=0.0)
 
 
 def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
     """Return the plan of a strategy. The plan of :data:`PEER` is the plan of ``ddp``."""
-    strategy = "ddp" if name == PEER else name
+    strategy = {PEER: "ddp", SHARED: "zero2"}.get(name, name)
     parallel: dict[str, Any] = {"strategy": strategy, "accelerator": settings["accelerator"]}
     if name == "hsdp":
         parallel["shard_size"] = settings["ranks"] // _NUM_COPIES
+    if name == SHARED:
+        parallel["context_parallel_size"] = settings["context"]
     return Plan.from_dict(
         {
             "parallel": {**parallel, "devices": settings["ranks"]},
             "precision": {"mode": settings["precision"]},
+            "batch": {"seeding": "events" if name == SHARED else "stream"},
             "optimizer": {"name": "adamw"},
         }
     )
@@ -192,8 +209,9 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         f"{result['precision']}"
     )
     caption = (
-        f"bytes: maximum over the ranks; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
-        f"collectives only: {collectives}"
+        "bytes are maxima over the ranks; "
+        f"step times are medians of {result['repeats']} x {result['steps']} interleaved steps\n"
+        f"time of the collectives alone: {collectives}"
     )
     numbers = ("model states", "ratio to DDP", "formula", "peak", "step", "ratio to DDP")
     found = table_of(result, title, caption, ("",), numbers)
@@ -274,10 +292,10 @@ class Strategy:
         self._device = device
         self._keeps = keeps
         self._loop: Loop | None = None
-        generator = torch.Generator().manual_seed(ranks.world.rank)
-        tokens = torch.randint(
-            self._config.vocab_size, (settings["batch_size"], settings["seq_len"] + 1), generator=generator
-        )
+        num_peers, shape = self._plan.parallel.num_peers, (settings["batch_size"], settings["seq_len"] + 1)
+        first = ranks.world.rank // num_peers * num_peers
+        generators = [torch.Generator().manual_seed(rank) for rank in range(first, first + num_peers)]
+        tokens = torch.cat([torch.randint(self._config.vocab_size, shape, generator=each) for each in generators])
         self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def formula(self, rank: int = 0) -> ModelStates:

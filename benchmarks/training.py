@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.facts import facts_of
 from roomier.engine.optimizers import configure
 from roomier.plan import Plan
+from roomier.planner.context import find_context_region
 from roomier.planner.memory.tracker import MemoryTracker, tracking
 
 
@@ -38,11 +41,22 @@ def ignore(phase: str) -> None:
     """Do nothing at the start of a phase of a step."""
 
 
-def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None) -> EagerEngine:
-    """Return the engine of ``plan`` for ``module``, without messages."""
+def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None, batch: Any = None) -> EagerEngine:
+    """Return the engine of ``plan`` for ``module``, without messages. A plan with a context size requires ``batch``."""
     with quiet():
+        ranks = ranks or Ranks()
+        facts = None
+        if plan.parallel.context_parallel_size > 1:
+            ranks = ranks.arranged(plan.parallel.mesh_on(ranks.world))
+            region, _ = find_context_region(module, batch, plan)
+            facts = replace(facts_of(plan, module, ranks), region=region)
         engine, _ = build(
-            plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), EagerEngine, ranks or Ranks()
+            plan,
+            module,
+            lambda blocks: configure(plan, module, lambda: 1000.0, blocks),
+            EagerEngine,
+            ranks,
+            facts=facts,
         )
     return engine
 
@@ -61,7 +75,7 @@ class Steps:
     def __init__(
         self, plan: Plan, module: Module, batches: Sequence[Any], ranks: Ranks | None = None, num_warmup: int = 0
     ) -> None:
-        self.engine = engine_of(plan, module, ranks)
+        self.engine = engine_of(plan, module, ranks, batches[0])
         self.module = module
         self._batches = batches
         self._num_ranks = 1 if ranks is None else ranks.world.size

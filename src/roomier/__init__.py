@@ -1,45 +1,32 @@
 """Train PyTorch models that exceed the available memory, with one Trainer, one strategy flag and a Plan."""
 
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roomier.api import provided as _provided
 from roomier.core import start_folder as start_folder  # recorded before the script changes the working directory
-
-if TYPE_CHECKING:
-    from roomier.api.callback import Callback
-    from roomier.api.datamodule import DataModule
-    from roomier.api.logger import Logger
-    from roomier.api.module import Module
-    from roomier.core.device.rng import seed_everything
-    from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-    from roomier.plan import Plan
-    from roomier.prepared.accelerator import Accelerator
-    from roomier.prepared.prepare import prepare
-    from roomier.trainer import Trainer
+from roomier.core.late_names import late_names as _late_names
 
 __version__ = version("roomier")
 
-_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "loggers", "memory", "models", "tuner")
-
 # Imported on first use, so that creating a Plan or printing the command's help does not wait for the import of torch.
 _HOMES = {
-    "Accelerator": "roomier.prepared.accelerator",
-    "Callback": "roomier.api.callback",
-    "CheckpointError": "roomier.core.errors",
-    "DataError": "roomier.core.errors",
-    "DataModule": "roomier.api.datamodule",
-    "Logger": "roomier.api.logger",
-    "Module": "roomier.api.module",
-    "Plan": "roomier.plan",
-    "PlanError": "roomier.core.errors",
-    "RoomierError": "roomier.core.errors",
-    "Trainer": "roomier.trainer",
-    "TrainingError": "roomier.core.errors",
-    "prepare": "roomier.prepared.prepare",
-    "seed_everything": "roomier.core.device.rng",
+    "Accelerator": "prepared.accelerator",
+    "Callback": "api.callback",
+    "CheckpointError": "core.errors",
+    "DataError": "core.errors",
+    "DataModule": "api.datamodule",
+    "Logger": "api.logger",
+    "Module": "api.module",
+    "Plan": "plan",
+    "PlanError": "core.errors",
+    "RoomierError": "core.errors",
+    "Trainer": "trainer",
+    "TrainingError": "core.errors",
+    "prepare": "prepared.prepare",
+    "seed_everything": "core.device.rng",
 }
+_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "loggers", "memory", "models", "tuner")
 
 _provided.homes.update(
     load_module="roomier.checkpoint.module",
@@ -48,34 +35,22 @@ _provided.homes.update(
     export_torchscript="roomier.checkpoint.export.torchscript",
 )
 
+__all__ = sorted(["__version__", *_HOMES])
 
-def __getattr__(name: str) -> Any:
-    if name in _FOLDERS or name in ("plugins", "strategies"):  # these two modules contain only an error
-        return import_module(f"roomier.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_FOLDERS})
-
-
-__all__ = [
-    "Accelerator",
-    "Callback",
-    "CheckpointError",
-    "DataError",
-    "DataModule",
-    "Logger",
-    "Module",
-    "Plan",
-    "PlanError",
-    "RoomierError",
-    "Trainer",
-    "TrainingError",
-    "__version__",
-    "prepare",
-    "seed_everything",
-]
+if TYPE_CHECKING:
+    from roomier.api.callback import Callback as Callback
+    from roomier.api.datamodule import DataModule as DataModule
+    from roomier.api.logger import Logger as Logger
+    from roomier.api.module import Module as Module
+    from roomier.core.device.rng import seed_everything as seed_everything
+    from roomier.core.errors import CheckpointError as CheckpointError
+    from roomier.core.errors import DataError as DataError
+    from roomier.core.errors import PlanError as PlanError
+    from roomier.core.errors import RoomierError as RoomierError
+    from roomier.core.errors import TrainingError as TrainingError
+    from roomier.plan import Plan as Plan
+    from roomier.prepared.accelerator import Accelerator as Accelerator
+    from roomier.prepared.prepare import prepare as prepare
+    from roomier.trainer import Trainer as Trainer
+else:
+    __getattr__, __dir__ = _late_names(__name__, _HOMES, files=(*_FOLDERS, "plugins", "strategies"))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def anatomy(trainer: TrainerView) -> Anatomy:
     """Return the memory that each rank uses in the run of ``trainer``, by kind.
 
-    The result contains the current sizes and the sizes that the memory formula predicts for the Plan. If the callback
-    :class:`roomier.callbacks.MemoryAnatomy` tracked a step, the result also contains the peak of that step.
+    The result contains the current sizes, the sizes that the memory formula predicts for the Plan and, if the callback
+    :class:`roomier.callbacks.MemoryAnatomy` tracked a step, the peak of that step.
 
     Call this function between two steps (``on_train_batch_end``, ``on_save_point``) or after ``fit``. With several
     ranks, every rank must call this function, and each rank receives the results of all ranks.

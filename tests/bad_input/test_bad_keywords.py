@@ -70,6 +70,7 @@ WRONG = {
     "compile": [("yes", "Pass True or False"), ("max-autotune", "Pass True or False")],
     "accumulate_grad_batches": [(0, "Use 1"), ({4: 2}, "Pass an integer"), (2.0, "Pass an integer")],
     "gradient_clip_val": [("1.0", "without quotes"), (-1, "Use None to disable clipping"), (float("nan"), "Use None")],
+    "seeding": [("event", "Did you mean 'events'?"), (1, "Pass a name")],
     "gradient_clip_algorithm": [
         (2, "Pass a name"),
         ("nrom", "Did you mean 'norm'?"),
@@ -127,9 +128,10 @@ WRONG = {
         (5, "Pass a string or a Path"),
         (b"runs", "Pass a string or a Path"),
         ("a\0b", "Remove the NUL byte"),
-        ("s3://bucket/runs", "copy finished checkpoints"),
-        (Path("gs://bucket/runs"), "copy finished checkpoints"),
+        ("s4://bucket/runs", "Did you mean 's3://'?"),
+        ("memory://", "Pass an address such as 'memory://bucket/runs'"),
     ],
+    "upload_errors": [("ignore", "Use 'warn' or 'raise'")],
 }
 ROWS = [
     pytest.param(keyword, value, action, id=f"{keyword}-{index}")

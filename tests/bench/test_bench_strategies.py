@@ -19,13 +19,13 @@ pytestmark = pytest.mark.more
 
 @pytest.fixture(scope="module")
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    words = ["--model", "gpt-nano", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
-    words += ["--strategies", "zero3, zero2, ddp"]
+    words = ["--model", "gpt-micro", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
+    words += ["--strategies", "zero3, zero2, ddp", "--context", "2"]
     return bench("strategies", "--json", "--ranks", "2", *words)
 
 
 def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
-    assert [row["strategy"] for row in result["rows"]] == ["torch_ddp", "ddp", "zero2", "zero3"]
+    assert [row["strategy"] for row in result["rows"]] == ["torch_ddp", "ddp", "zero2", "zero3", "zero2+context"]
     for row in result["rows"]:
         assert row["ranks"] == 2
         assert row["peak_bytes"] > row["model_state_bytes"] >= row["between_steps_bytes"] > 0
@@ -59,7 +59,7 @@ def test_collectives_and_circumstances_are_reported(result: dict[str, Any]) -> N
     assert {"all_reduce_s", "all_gather_s", "reduce_scatter_s"} <= set(result["collectives"])
     assert all(value > 0 for value in result["collectives"].values())
     assert result["case"] == "strategies"
-    assert (result["precision"], result["model"], result["ranks"]) == ("bf16-mixed", "gpt-nano", 2)
+    assert (result["precision"], result["model"], result["ranks"]) == ("bf16-mixed", "gpt-micro", 2)
     assert {"torch", "commit", "machine", "command"} <= set(result)
 
 

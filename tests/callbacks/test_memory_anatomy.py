@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roomier import Module
-from roomier.callbacks import Callback, MemoryAnatomy
+from roomier.callbacks import Callback, MemoryAnatomy, MemoryForecast
 from roomier.core.errors import RoomierError
 from roomier.memory import anatomy
 from roomier.models.gpt import GPT, GPTConfig
@@ -170,6 +170,20 @@ def test_tracked_step_of_deferred_updates_is_after_the_first_update(
         fit(tracked, Notes(), offload={"optimizer_states": "disk", "update": update, "folder": str(tmp_path)})
         assert tracked.anatomy is not None
     assert steps == [2, 3]
+
+
+def test_deferred_updates_remain_pending_when_a_batch_starts(fit: Callable[..., Trainer], tmp_path: Path) -> None:
+    pending = []
+
+    class Notes(Callback):
+        reads_parameters = False
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            pending.append(bool(trainer.engine._updates._pending))
+
+    offload = {"optimizer_states": "disk", "update": "deferred", "folder": str(tmp_path)}
+    fit(MemoryAnatomy(), MemoryForecast(), Notes(), offload=offload)
+    assert pending[:3] == [False, True, True]  # the third step is tracked, and its end completes the updates
 
 
 @pytest.mark.parametrize("step", [2, 3])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from roomier.callbacks import ProgressBar
@@ -43,7 +44,7 @@ def test_one_line_per_log_interval_and_validation_without_a_terminal(
         "epoch 1/1 | step 20/20",
         "validation | batch 3/3",
     ]
-    assert re.search(r"\| [\d.]+ it/s \| ETA \d+:\d\d", lines[1])
+    assert re.search(r"\| [\d.]+ it/s \| [\d.]+( K)? samples/s \| ETA \d+:\d\d", lines[1])
     assert all("\x1b" not in line for line in lines), "no terminal control codes"
 
 
@@ -258,7 +259,21 @@ def test_rate_excludes_validation_and_saving(
     trainer.fit(Slow(), batches, batches[:1])
     trained = [line for line in stream.getvalue().splitlines() if line.startswith("epoch")]
     # Ten batches take 0.2 s. With validation and saving included, the rate would be below 1.
-    assert float(re.search(r"([\d.]+) it/s", trained[-1])[1]) == pytest.approx(50, rel=0.15)  # type: ignore[index]
+    rates = re.search(r"([\d.]+) it/s \| ([\d.]+) samples/s", trained[-1])
+    assert rates is not None
+    assert float(rates[1]) == pytest.approx(50, rel=0.15)
+    assert float(rates[2]) == pytest.approx(float(rates[1]) * len(batches[0]), rel=0.02)
+
+
+def test_batches_of_tokens_show_tokens_per_second(make_trainer: Make, scripted: Any) -> None:
+    class Tokens(scripted):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(torch.ones(4, 2), batch_idx)
+
+    bar, stream = shown()
+    trainer = make_trainer(bar, max_steps=2, log_every_n_steps=2, logger=False)
+    trainer.fit(Tokens(), [torch.ones(4, 5000, dtype=torch.int64)] * 2)
+    assert re.search(r"it/s \| [\d.]+ [KMB] tokens/s", stream.getvalue())
 
 
 def test_interval_must_be_positive() -> None:

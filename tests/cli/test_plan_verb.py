@@ -255,3 +255,25 @@ def test_a_deepspeed_configuration_is_planned(capsys: pytest.CaptureFixture[str]
     assert "use batch_size=8" in output.err
     assert main(["plan", *words, "--deepspeed", str(path), "--trainer.strategy", str(path)]) == 2
     assert "cannot be combined with --deepspeed" in capsys.readouterr().err
+
+
+@pytest.mark.more
+def test_one_line_names_the_most_useful_option_that_changes_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOMIER_PLANNING_S", "400")  # the found option does not depend on the load of the machine
+    words = ["plan", "--model", "gpt-mini", "--seq_len", "16", "--batch_size", "2", "--hardware", "rtx-4090"]
+    words += ["--strategy", "single", "--trainer.precision", "bf16-mixed"]
+    assert main([*words, "--memory_budget", "20MiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    lever, peak_bytes = found["lever"], found["plans"][0]["peak_bytes"]
+    option = lever["option"].split()
+    assert lever["kind"] == "approximate"
+    assert lever["peak_bytes"] < 0.9 * peak_bytes
+    main([*words, *option, "--json"])
+    repeated = json.loads(capsys.readouterr().out)["plans"][0]["peak_bytes"]
+    assert repeated == pytest.approx(lever["peak_bytes"], rel=0.05)
+    main([*words, "--memory_budget", "20MiB"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"With {lever['option']}, the nearest plan would " in out
+    assert out.endswith("it changes the results (approximate): only low-rank adapters are trained.")

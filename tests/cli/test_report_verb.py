@@ -63,7 +63,7 @@ def test_page_is_written(runs: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([], "the following arguments are required: run"),
         (["none"], "run='none': must be a folder. Pass a run folder such as runs/version_0"),
         (["."], "contains no run"),
-        (["version_11"], "run='version_11': has no forecast.json"),
+        (["version_11"], "run='version_11': has neither metrics (metrics.jsonl) nor forecast.json"),
         (["version_2", "--html", "no/such/page.html"], "--html='no/such/page.html': cannot be written"),
         (["version_2", "--hmtl", "x"], "unrecognized arguments"),
     ],

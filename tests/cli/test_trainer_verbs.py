@@ -231,7 +231,7 @@ def test_help_fits_on_a_screen_and_names_each_option(verb: str, capsys: pytest.C
 
 def test_each_argument_of_the_trainer_belongs_to_one_topic() -> None:
     names = [name for topic in TOPICS if topic not in ("run", "plan") for name in TOPICS[topic].names.split()]
-    assert sorted(names) == sorted(inspect.signature(Trainer).parameters)
+    assert sorted(names) == sorted(inspect.signature(Trainer).parameters), "correct TOPICS in cli/help_screen.py"
     assert FIELDS_OF.keys() <= set(names)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from roomier.checkpoint.lightning import LightningFile
 from roomier.cli.config_files import check_texts, options_in, read_config
-from roomier.cli.report_verb import rates_of
 from roomier.core.errors import RoomierError
 from roomier.core.untrusted import MAX_TEXT_BYTES, MAX_YAML_BYTES, lines_of, read_text
 from roomier.data import TokenDataset
@@ -22,12 +21,13 @@ from roomier.plan.migrate.deepspeed.objects import read_config as read_deepspeed
 from roomier.planner.hardware.spec import machine_of_file
 from roomier.planner.hugging_face import read_config as read_hugging_face_config
 from roomier.planner.measured.record import read_record
+from roomier.planner.report.run_log import read_logs
 
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda path: JSONLLogger().start(path.parent, 3),
     "metrics.csv": lambda path: CSVLogger().start(path.parent, 3),
     "forecast.json": lambda path: read_record(path.parent),
-    "metrics.jsonl of report": lambda path: rates_of(path.parent),
+    "metrics.jsonl of report": lambda path: read_logs([path.parent]),
     "config.json": read_hugging_face_config,
     "deepspeed.json": read_deepspeed_config,
     "plan.json": Plan.of,
@@ -91,7 +91,7 @@ def test_rows_that_are_nested_too_deeply_are_incomplete_rows(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("[" * 300_000 + '\n{"step": 1, "samples_per_s": 2.0}\n')
-    assert rates_of(tmp_path) == {"samples_per_s": 2.0}
+    assert read_logs([tmp_path])[0].rates == {"samples_per_s": 2.0}
     logger = JSONLLogger()
     logger.start(tmp_path, 3)
     logger.finalize("success")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import tempfile
@@ -25,12 +26,16 @@ from roomier.checkpoint.tensor_file import bytes_of
 from roomier.core.device import rng
 from roomier.core.ranks import Ranks
 from roomier.core.wire import encode
+from roomier.launch import pickled
+from roomier.loggers.pixels import pixels_of
 from roomier.plan.parts import AdapterPlan
 from roomier.planner import workload
 from roomier.planner.fake import known_values, shapes
+from roomier.run import visuals
 from roomier.techniques.adapters.lora import apply_lora
 from roomier.train import evaluate
 from roomier.train.saving import save
+from roomier.trainer import in_notebook
 from roomier.trainer.lightning.views import PredictLoop
 from roomier.trainer.lightning.views import Strategy as LightningStrategy
 from tests.device.mutant_scenario import DEVICE, pending
@@ -134,6 +139,26 @@ def kept_metric_state() -> list[Any]:
 
 def bytes_of_a_tensor() -> list[Any]:
     return [bytes(each) for each in bytes_of(pending())]
+
+
+def counted_histogram() -> list[Any]:
+    values = pending()
+    (found,) = visuals.histograms(Ranks(), {"values": values}, lambda look: look(values, values), 4).values()
+    return [found.counts, found.edges]
+
+
+def pixels_of_an_image() -> list[Any]:
+    return [pixels.tobytes() for pixels in pixels_of(pending().view(8, 8).to(torch.uint8), "image")]
+
+
+def content_of_a_pickled_tensor() -> list[Any]:
+    content = io.BytesIO()
+    pickled.write_by_value(pending(), content)
+    return [content.getvalue()]
+
+
+def metric_for_a_notebook() -> list[Any]:
+    return [in_notebook._on_host(pending())]
 
 
 def message_to_ranks() -> list[Any]:

@@ -40,6 +40,10 @@ PROGRAMS: dict[str, Scenario] = {
     "metric states": Scenario(reads.kept_metric_state),
     "bytes of a tensor": Scenario(reads.bytes_of_a_tensor),
     "message": Scenario(reads.message_to_ranks),
+    "histogram": Scenario(reads.counted_histogram),
+    "image": Scenario(reads.pixels_of_an_image),
+    "pickled tensor": Scenario(reads.content_of_a_pickled_tensor),
+    "metric for a notebook": Scenario(reads.metric_for_a_notebook),
     "random states": Scenario(reads.restored_random_state),
     "checked random states": Scenario(reads.checked_random_state),
     "exported factors": Scenario(reads.exported_adapter),
@@ -180,6 +184,12 @@ DETECTED: dict[str, str] = {
     "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",
     "roomier.trainer.lightning.views:PredictLoop.add | tensor.cpu()": "kept predictions",
     "roomier.trainer.lightning.views:Strategy.reduce | tensor.detach().cpu()": "Strategy.reduce",
+    "roomier.launch.pickled:_Tensors.reduced | "
+    "torch.empty(0, dtype=torch.uint8, device=value.device).set_(value).cpu()": "pickled tensor",
+    "roomier.loggers.pixels:_pixels_of_one | tensor.expand(-1, -1, max(3, tensor.shape[-1])).cpu()": "image",
+    "roomier.run.visuals:histograms | extent.cpu()": "histogram",
+    "roomier.run.visuals:histograms | here.cpu()": "histogram",
+    "roomier.trainer.in_notebook:_on_host | value.detach().cpu()": "metric for a notebook",
 }
 
 _TRIES_STREAMS = (
@@ -203,6 +213,7 @@ OF_THE_HOST = {
     "benchmarks.gpu.case:run_with_limit | process.wait(limit_s)",
     "benchmarks.gpu.case:_kill_session | process.wait()",
     "benchmarks.rank_processes:_wait | each.wait()",
+    "benchmarks.upload:_forward | limit.wait(len(data))",
     "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
     "roomier.core.ranks:close_connections | work.wait(timedelta(milliseconds=1))",
     "roomier.planner.hardware.measuring:_run_ranks | process.wait()",
@@ -212,7 +223,10 @@ OF_THE_HOST = {
     "roomier.launch.heartbeat:Heartbeat._exchange | self._stop.wait(self._tick_s)",
     "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
     "roomier.launch.watch:Children._kill | process.wait()",
+    "roomier.launch.notebook:_StartedRanks.end | self._process.wait()",
     "roomier.run.signals:_ExitThread._run | self._is_closed.wait(TO_OBEY_S)",
+    "roomier.sweeps:_RankZero._outcomes | store.wait(keys, limit)",
+    "roomier.sweeps:_RankZero._receive | store.wait([key], _LIMIT if has_failed else _LIMIT_OF_SUCCESS)",
     "roomier.train.predict_stream:_after_roll_call | roll_call.wait()",
     "roomier.train.saving.save:settle_background_save | run.saves.background.wait()",
     "roomier.train.saving.save:end_background_save | run.saves.background.wait(_GRACE_S)",

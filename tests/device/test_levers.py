@@ -175,6 +175,29 @@ def test_recomputation_draws_the_same_dropout_masks(on_simulated: SimulatedRanks
         assert races == []
 
 
+def event_fits(keywords: dict[str, Any]) -> tuple[list[tuple[float, float]], list[Any]]:
+    """Return the differences that recomputation, offloading and another seed cause with events, and races and waits."""
+    sizes: dict[str, Any] = {"dropout": 0.2, "batch_size": 16, "num_blocks": 4, "forecasts": False}
+    keywords = {**keywords, "seeding": "events"}
+    changes = {}, {"activation_checkpointing": "full"}, {"offload": {"activations": "cpu"}}
+    saved, *others = (fit(simulated.DEVICE, {**keywords, **change}, **sizes) for change in changes)
+    with simulated.allowed_host_waits():
+        on_cpu = fit("cpu", keywords, **sizes)
+    unusual = [each for one in (saved, *others) for each in (*one.races, *one.waits.items())]
+    return [differences(saved, other) for other in (*others, on_cpu)], unusual
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["single", "zero3 on 2"])
+def test_events_draw_the_same_dropout_masks_without_waits(on_simulated: SimulatedRanks, strategy: str) -> None:
+    num_ranks, keywords = STRATEGIES[strategy]
+    results = on_simulated(num_ranks, event_fits, {**keywords, "devices": num_ranks}, schedule="OTHERS_FIRST")
+    for (recomputed, offloaded, on_cpu), unusual in results:
+        assert recomputed == offloaded == (0, 0)
+        assert min(on_cpu) > 1e-3  # a device draws other numbers than the CPU
+        assert unusual == []
+
+
 def fit_compiled() -> None:
     with pytest.raises(RoomierError, match=r"torch\.compile requires a code generator for simulated"):
         fit(simulated.DEVICE, {"compile": True})

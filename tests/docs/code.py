@@ -33,7 +33,7 @@ _MASKS = [
     (re.compile(r"^.*\| ETA .*\n", re.MULTILINE), ""),  # how many lines of progress appear depends on the speed
     (re.compile(r"\b\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?)?"), "DATE"),
     (re.compile(r"\b\d+:\d\d(:\d\d)?\b"), "TIME"),
-    (re.compile(r"\b\d[\d,.]*[kMG]? ?(\w+/s)\b"), r"RATE \1"),
+    (re.compile(r"\b\d[\d,.]* ?[kKMBG]? ?(\w+/s)\b"), r"RATE \1"),
     (re.compile(r"\b\d[\d,.]* ?(us|ms|s|min|h|seconds?|minutes?|hours?)\b"), "TIME"),
     (re.compile(r"\b(pid|process) \d+"), r"\1 PID"),
     (re.compile(r"\b\d+\.\d%$", re.MULTILINE), "SHARE"),  # of the time, in the table of a profiler

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,28 @@ _SEPARATE = {"strategies": "ranks", "optimizers": "seeds"}
 _EXCLUDED = ("drift",)  # compares two commits
 _INTRODUCTION = """# Benchmarks
 
-These are the newest results in the folder `benchmarks/results` of the repository. Each table comes with the machine,
-the commit and the command, so that you can repeat the measurement in a clone. All results were measured on CPUs,
-because this version has not been run on a GPU. [The note on benchmarks](design/bench.md) defines the measured values
-and explains how the compared programs take turns.
+This page shows the newest results in the folder `benchmarks/results` of the repository. All results were measured on
+CPUs, because this version has not been run on a GPU. Below each table, you find the machine, the commit and the
+command, so that you can repeat the measurement in a clone. [The note on benchmarks](design/bench.md) defines all
+measured values.
 """
+_READING = {
+    "overhead": "The overhead does not depend on the size of the model, so it matters only if a step takes a few "
+    "milliseconds. The last column shows a LightningModule that roomier's Trainer trains.",
+    "levers": "The row `vanilla` uses no memory technique, and the rows `all` combine accumulation, checkpointing and "
+    "mixed precision. On a CPU without matrix instructions for bfloat16, mixed precision makes steps slower.",
+    "optimizers": "The loss is the mean over the seeds. The column `each seed` lists the difference for each seed.",
+    "planner": "The measured peak is the number of bytes of all tensors. For large models, the table also contains the "
+    "resident set, which includes the memory of the libraries.",
+    "offload": "In the row `resident`, all states are in memory. The lower bound of a step is the time of this row, or "
+    "the time of the transfers alone (`raw I/O`) if the transfers take longer. "
+    "[Offload](concepts/offload.md#when-a-block-is-updated) describes the three update modes.",
+    "choice": "Each row is a model with a memory budget. The step time of the chosen plan is compared with the step "
+    "time of the fastest plan.",
+    "strategies": "The ranks share the cores of one processor, so the step times do not show the speedup of several "
+    "devices. [Choose a strategy](concepts/strategies.md) explains the memory of the model states.",
+}
+"""How to read the tables of a benchmark."""
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -31,7 +49,8 @@ def pages() -> Iterator[tuple[str, str]]:
     for name, about in CASES.items():
         path = RESULTS / f"{name}.jsonl"
         if path.exists() and name not in _EXCLUDED:
-            parts += [f"## {name}", f"{about[0].upper()}{about[1:]}."]
+            about = f"{about[0].upper()}{about[1:]}. {_READING.get(name, '')}"
+            parts += [f"## {name}", "\n".join(textwrap.wrap(about, 120, break_long_words=False))]
             parts += [_result(name, result) for result in _newest(path)]
     yield "benchmarks.md", "\n\n".join(parts)
 
@@ -60,6 +79,7 @@ def _result(name: str, result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [line for line in _text(shown.caption or "").splitlines() if not line.startswith(machine["cpu"])]
     title, caption = _text(shown.title or ""), "; ".join(lines)
+    caption = caption and f"{caption[0].upper()}{caption[1:]}."
     memory_gib = machine["memory_bytes"] / 2**30
     source = (
         f"{machine['cpu']}, {machine['num_cores']} cores, {memory_gib:.1f} GiB; torch {result['torch']}, Python "

@@ -9,6 +9,8 @@ from tests.docs.code import ROOT, changes, difference, outputs, pages
 IN_MAKE_TEST = ("errors", "install", "ten_lines")
 """Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
+WITH_SERVICES = {"sweeps": ("optuna", "ray")}
+"""Pages whose code needs packages of the extra `services`, and these packages."""
 
 SLOW = ("first_project", "long_sequences", "plan")
 """Pages whose code takes a minute or two. The test of the package runs the first project without comparing outputs."""
@@ -16,6 +18,8 @@ SLOW = ("first_project", "long_sequences", "plan")
 
 def mark_of(page: str) -> list[pytest.MarkDecorator]:
     """Return the mark that selects the command that runs a page."""
+    if page in WITH_SERVICES:
+        return [pytest.mark.services]
     return [] if page in IN_MAKE_TEST else [pytest.mark.slow if page in SLOW else pytest.mark.more]
 
 
@@ -24,6 +28,8 @@ PAGES = [pytest.param(page, marks=mark_of(page)) for page in pages()]
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_a_page_prints_the_output_on_the_page(page: str, tmp_path: Path) -> None:
+    for package in WITH_SERVICES.get(page, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed (pip install 'roomier[services]')")
     for path, output in outputs(page, tmp_path):
         changed = changes(path, output)
         assert not changed, f"python -m tests.docs.record {page}: {path.relative_to(ROOT)}\n{changed}"

@@ -41,3 +41,7 @@ def test_few_blocks_of_code_are_not_run() -> None:
     ]
     assert len(inline) <= MAX_INLINE_BLOCKS
     assert all(len(block.splitlines()) <= 15 for block in inline), "move longer code to docs/code, where it is run"
+
+
+def test_pages_have_no_marks_of_a_merge() -> None:
+    assert not [path for path, text in texts().items() if re.search(r"^(<{7}|>{7}) ", text, re.MULTILINE)]

@@ -49,7 +49,8 @@ def test_arguments_of_the_plan_refer_to_the_class_that_describes_their_values() 
 
 @pytest.mark.parametrize("part", PARTS.values())
 def test_parts_of_the_plan_describe_their_fields(part: type[Part]) -> None:
-    assert list(described(part.__doc__, "Attributes")) == list(FIELDS[part.SECTION])
+    names, fields = list(described(part.__doc__, "Attributes")), list(FIELDS[part.SECTION])
+    assert names == fields, f"describe each field of {part.__name__} in the order of the class"
 
 
 def test_no_other_docstring_describes_the_arguments() -> None:

@@ -35,15 +35,19 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(dist: Path) -> Path:
-    """Return the folder of the programs of an environment into which only the wheel was installed."""
+    """Return the folder of the programs of the environment that the commands of the page "Install" create from this
+    repository. The wheel then replaces the package, which the page builds from the last commit."""
     (wheel,) = dist.glob("*.whl")
-    run(sys.executable, "-m", "venv", "environment", cwd=dist)
-    programs = dist / "environment" / "bin"
-    run(
-        programs / "python", "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-compile",
-        "-c", ROOT / "constraints.txt", wheel, cwd=dist,
-    )  # fmt: skip
-    return programs
+    repository = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/roomier/roomier.git",
+    }
+    pip = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+    page = [(CODE / "install" / f"{name}.sh").read_text() for name in ("environment", "install")]
+    replace = f"pip install --force-reinstall --no-deps {wheel}"
+    run("bash", "-e", "-c", "\n".join([*page, replace]), cwd=dist, PYTHONPATH="", **repository, **pip)
+    return dist / "first-model" / ".venv" / "bin"
 
 
 @pytest.mark.more
@@ -68,7 +72,7 @@ def test_the_pages_start_run_in_an_environment_with_only_the_wheel(environment: 
             (folder / file.name).write_bytes(file.read_bytes())
         for file in sorted(folder.glob("[0-9]*")):
             program = "bash" if file.suffix == ".sh" else "python"
-            run(program, file.name, cwd=folder, PATH=path, PYTHONPATH=".", OMP_NUM_THREADS="1")
+            run(program, file.name, cwd=folder, PATH=path, PYTHONPATH="", OMP_NUM_THREADS="1")
     packages = run(environment / "python", "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
     assert "lightning" not in packages
     assert "transformers" not in packages

@@ -250,6 +250,7 @@ def test_derived_names_of_a_lever_are_found() -> None:
 def test_few_files_name_a_lever(lever: Lever) -> None:
     word = re.compile(rf"\b({'|'.join(names_of(lever))})\b")
     files = [file for file in trees() if word.search((PACKAGE / file).read_text())]
+    assert lever.keyword in NUM_FILES_OF_LEVERS, f"add {lever.keyword!r}: {len(files)} to NUM_FILES_OF_LEVERS"
     assert len(files) <= NUM_FILES_OF_LEVERS[lever.keyword], files
 
 
@@ -270,8 +271,9 @@ def test_view_of_the_trainer_has_its_public_attributes() -> None:
         "forget_runs",
         "add_callbacks_of",
         "hooked_callbacks",
-        "seen_loaders",
         "module_of",
+        "continue_from",
+        "last_module",
     }
     of_tuner = {"use_learning_rate"}
     constants = {"barebones"}

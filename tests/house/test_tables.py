@@ -1,9 +1,15 @@
 """A table over optimizers, strategies, tiers or memory techniques lists all members, or a reason why it does not."""
 
 import ast
+import inspect
 from collections.abc import Iterator
+from types import ModuleType
 
-from roomier.plan.choices import CHOICES
+import pytest
+
+from roomier.core.errors import PlanError
+from roomier.plan import levers, rules
+from roomier.plan.choices import CHOICES, SWITCHES
 from roomier.plan.levers import LEVERS
 from tests.house.sources import PACKAGE, tree_of
 
@@ -12,10 +18,11 @@ FAMILIES = {
     "strategies": set(CHOICES["parallel.strategy"]) - {"auto"},
     "tiers": set(CHOICES["offload.optimizer_states"]) - {"none"},
     "levers": {lever.keyword for lever in LEVERS},
-    "fields of levers": {lever.field for lever in LEVERS},
+    "fields of levers": {lever.field for lever in LEVERS} - SWITCHES.keys(),
 }
 INCOMPLETE = {
     ("core/device/capability.py", "_FUSED"): "optimizers with fused kernels in torch",
+    ("plan/choices.py", "_SPELLINGS"): "the other optimizers have one spelling",
     ("plan/migrate/deepspeed/config.py", "_NAMES"): "the other optimizers need more than another name",
     ("planner/choosing/candidates.py", "_strategies"): "the sizes of hsdp are appended",
     ("planner/timing/update_time.py", "_ROUNDED"): "the rounding of the other optimizers is part of their entry",
@@ -56,6 +63,15 @@ def test_tables_over_optimizers_strategies_tiers_and_levers_are_complete() -> No
     new = {where: missing for where, missing in found.items() if where not in INCOMPLETE}
     assert not new, f"add the missing entries, or add the table to INCOMPLETE with its reason: {new}"
     assert not INCOMPLETE.keys() - found.keys(), "remove complete or deleted tables from INCOMPLETE"
+
+
+@pytest.mark.parametrize("module", [rules, levers], ids=lambda module: module.__name__)
+def test_every_rule_is_in_the_list_of_rules(module: ModuleType) -> None:
+    for function in vars(module).values():
+        if inspect.isfunction(function) and function.__module__ == module.__name__:
+            hints = inspect.get_annotations(function, eval_str=True)
+            is_rule = list(hints) == ["plan", "return"] and hints["return"] == Iterator[PlanError]
+            assert not is_rule or function in rules.RULES, f"add {function.__name__} to RULES or LEVER_RULES"
 
 
 def test_a_missing_entry_is_found() -> None:

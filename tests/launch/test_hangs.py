@@ -21,8 +21,8 @@ import roomier
 from benchmarks.calls import CallCount, folder_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
+from roomier.core.ranks import COLLECTIVE_TIMEOUT
 from roomier.launch.environment import RANK_VARIABLES
-from roomier.launch.group import _COLLECTIVE_TIMEOUT
 from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 from tests.ranks.pool import RankPool
 
@@ -155,7 +155,7 @@ def test_ranks_that_are_stopped_and_continued_together_are_not_reported(tmp_path
 
 
 def test_hang_timeout_is_limited_to_the_timeout_of_the_process_group() -> None:
-    assert _COLLECTIVE_TIMEOUT.total_seconds() == MAX_HANG_TIMEOUT_S
+    assert COLLECTIVE_TIMEOUT.total_seconds() == MAX_HANG_TIMEOUT_S
     assert LoopOptions(hang_timeout=None).hang_timeout_s is None
     assert LoopOptions().hang_timeout_s == 600.0
     with pytest.raises(RoomierError, match="must be at most 30 minutes"):

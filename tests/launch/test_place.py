@@ -135,10 +135,12 @@ def test_ranks_are_started_with_the_same_command(monkeypatch: pytest.MonkeyPatch
     assert list(command_again().words) == [sys.executable, *words[1:]]
 
 
-def test_a_notebook_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_loop_in_a_notebook_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     as_in_a_script(monkeypatch)
-    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    with pytest.raises(RoomierError, match=r"a notebook .* cannot start further ranks. Move the run to a script"):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(
+        RoomierError, match=r"a notebook .* only a Trainer .* Use Trainer.fit, or move the run to a script"
+    ):
         command_again()
 
 

@@ -28,9 +28,9 @@ from tests.lightning.modules import Regression, in_order, pl
 
 
 @differs(
-    "the last window of an epoch with accumulation",
-    lightning="divides the gradient by `accumulate_grad_batches`, even if fewer micro-batches are left",
-    roomier="averages over the micro-batches of the window; micro-batches without a loss do not count",
+    "the gradient of the last window of an epoch, with accumulation",
+    lightning="is divided by `accumulate_grad_batches`, even if the window has fewer micro-batches",
+    roomier="is averaged over the micro-batches of the window that have a loss",
     reason="the size of a step must not depend on the length of the epoch",
     expected=(0.5, 1.0),
 )
@@ -47,9 +47,9 @@ def change_of_a_short_window(kind: Any, folder: Path) -> float:
 
 @differs(
     "tf32",
-    lightning="does not change torch's setting, so convolutions on NVIDIA GPUs use tf32",
-    roomier='computes `precision="32-true"` in float32, also in convolutions; `matmul_precision` selects tf32',
-    reason="a number format is part of the Plan and does not depend on the device",
+    lightning="is used in convolutions on NVIDIA GPUs, because this is the default of torch",
+    roomier='is used only if `matmul_precision` selects it; `precision="32-true"` also means float32 in convolutions',
+    reason="the number format is part of the Plan and must not depend on the device",
     expected=(True, False),
 )
 def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
@@ -61,7 +61,7 @@ def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
 
 @differs(
     "a loss that is not finite",
-    lightning="continues the run",
+    lightning="does not end the run",
     roomier="ends the run with a `TrainingError`, unless a `SpikeGuard` handles it",
     reason="NaN weights must not replace the last valid checkpoint",
     expected=("completes", "TrainingError"),
@@ -76,9 +76,9 @@ def end_with_a_loss_that_is_not_finite(kind: Any, folder: Path) -> str:
 
 @differs(
     "a `training_step` that never returns a loss",
-    lightning="completes the run",
-    roomier="ends the run with a `TrainingError` after the first epoch",
-    reason="no parameter is trained",
+    lightning="does not raise an error",
+    roomier="raises a `TrainingError` after the first epoch",
+    reason="no parameter would be trained",
     expected=("completes", "TrainingError"),
 )
 def end_without_a_loss(kind: Any, folder: Path) -> str:
@@ -92,7 +92,7 @@ def end_without_a_loss(kind: Any, folder: Path) -> str:
     "the second `fit` of a Trainer",
     lightning="continues the counters, so it does nothing if `max_epochs` is reached",
     roomier="resets counters and optimizers, and starts from the current weights",
-    reason="each call is one run of one Plan. Pass `ckpt_path` to continue a run",
+    reason="each call starts a new run; pass `ckpt_path` to continue a run",
     expected=(4, 8),
 )
 def num_steps_of_two_fits(kind: Any, folder: Path) -> int:
@@ -126,7 +126,7 @@ def algorithm_of_clipping(kind: Any, folder: Path) -> Any:
     "`clip_gradients` in `configure_gradient_clipping`",
     lightning="rejects a value that differs from the Trainer's `gradient_clip_val`",
     roomier="clips by the value that it receives",
-    reason="the call in the module states what the user wants",
+    reason="the explicit call in the module takes precedence",
     expected=("MisconfigurationException", "completes"),
 )
 def clipping_by_another_value(kind: Any, folder: Path) -> str:
@@ -139,9 +139,9 @@ def clipping_by_another_value(kind: Any, folder: Path) -> str:
 
 @differs(
     "`configure_optimizers` that returns None",
-    lightning="trains without an optimizer",
-    roomier="is an error in a `roomier.Module`. A LightningModule trains without an optimizer, with a notice",
-    reason="a forgotten `return` must not train nothing",
+    lightning="means that the module is trained without an optimizer",
+    roomier="raises an error for a `roomier.Module`; a LightningModule is trained without an optimizer, with a notice",
+    reason="a forgotten `return` must not go unnoticed",
     expected=("completes", "PlanError"),
 )
 def end_without_an_optimizer(kind: Any, folder: Path) -> str:
@@ -154,7 +154,7 @@ def end_without_an_optimizer(kind: Any, folder: Path) -> str:
 @differs(
     "LBFGS with `accumulate_grad_batches`",
     lightning="evaluates the closure on the last micro-batch of the window",
-    roomier="is an error",
+    roomier="raises an error",
     reason="each evaluation of the loss must use all micro-batches of the window",
     expected=("completes", "RoomierError"),
 )
@@ -191,10 +191,10 @@ def step_receives_a_closure(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "an unknown key in the dict of a scheduler",
+    "an unknown key in the configuration of a scheduler",
     lightning="is ignored with a warning",
-    roomier="is an error that names the nearest key",
-    reason="a misspelled `interval` changes the learning rate",
+    roomier="raises an error that suggests the nearest key",
+    reason="a misspelled `interval` would change the learning rate",
     expected=("completes", "RoomierError"),
 )
 def end_with_a_misspelled_interval(kind: Any, folder: Path) -> str:
@@ -209,7 +209,7 @@ def end_with_a_misspelled_interval(kind: Any, folder: Path) -> str:
 @differs(
     "the result of a manual `training_step`",
     lightning="must be a tensor, a dict or None",
-    roomier="can be any value, which the hooks receive",
+    roomier="can be any value, which is passed to the hooks",
     reason="the module computes its own loss",
     expected=("MisconfigurationException", "completes"),
 )
@@ -251,8 +251,8 @@ def steps_of_the_saved_scheduler(kind: Any, folder: Path) -> int:
 @differs(
     "`trainer.accumulate_grad_batches` before a fit, with a `GradientAccumulationScheduler`",
     lightning="is 1",
-    roomier="is the number of the first epoch",
-    reason="the number of steps can be computed from it",
+    roomier="is the value for the first epoch",
+    reason="the number of steps in the run is computed from this value",
     expected=(1, 4),
 )
 def accumulation_before_a_fit(kind: Any, folder: Path) -> int:
@@ -264,7 +264,7 @@ def accumulation_before_a_fit(kind: Any, folder: Path) -> int:
 
 
 @differs(
-    "a list as the loader",
+    "a list passed as the loader",
     lightning="is a collection of loaders",
     roomier="is one loader if its items are batches, and a collection if its items are loaders",
     reason="a list of batches is the simplest loader",
@@ -287,7 +287,7 @@ def batch_of_a_list(kind: Any, folder: Path) -> type:
     lightning="is read one batch ahead, to detect the last batch",
     roomier='is not read ahead, so `is_last_batch` is always False, and schedulers with interval "epoch" step at the '
     "end of the epoch, before its validation",
-    reason="a stream is read only as far as it is trained, so a resumed run continues at the next sample",
+    reason="a resumed run continues exactly at the next sample of the stream",
     expected=(2, 1),
 )
 def reads_before_the_first_step(kind: Any, folder: Path) -> int:
@@ -299,8 +299,8 @@ def reads_before_the_first_step(kind: Any, folder: Path) -> int:
 @differs(
     "a training loader without a length that yields no batches",
     lightning="ends the fit with a warning",
-    roomier="is an error",
-    reason="nothing is trained",
+    roomier="raises an error",
+    reason="no parameter would be trained",
     expected=("completes", "DataError"),
 )
 def end_with_an_empty_stream(kind: Any, folder: Path) -> str:
@@ -312,10 +312,10 @@ def end_with_an_empty_stream(kind: Any, folder: Path) -> str:
 
 
 @differs(
-    "reading with accumulation",
-    lightning="reads each micro-batch before its own `training_step`",
-    roomier="reads all micro-batches of a window before its first `training_step`. A dataset that samples random "
-    "numbers in the main process therefore receives different numbers",
+    "the micro-batches of a window, with accumulation",
+    lightning="are read one by one, each before its own `training_step`",
+    roomier="are all read before the first `training_step` of the window, so a dataset that draws random "
+    "numbers in the main process draws different numbers than in Lightning",
     reason="the weight of a micro-batch depends on all micro-batches of its window",
     expected=(1, 4),
 )
@@ -368,9 +368,9 @@ def step_of_the_first_validation(kind: Any, folder: Path) -> int:
 
 
 @differs(
-    "the order before a fit",
-    lightning="calls `on_fit_start` before `train_dataloader`",
-    roomier="calls `train_dataloader` and `val_dataloader` before `on_fit_start`",
+    "the hooks `train_dataloader` and `val_dataloader`",
+    lightning="are called after `on_fit_start`",
+    roomier="are called before `on_fit_start`",
     reason="the Plan and the position of a resumed run depend on the loaders",
     expected=(["on_fit_start", "train_dataloader"], ["train_dataloader", "on_fit_start"]),
 )
@@ -393,7 +393,7 @@ def order_before_a_fit(kind: Any, folder: Path) -> list[str]:
     "`reload_dataloaders_every_n_epochs` if some epochs have no validation",
     lightning="calls `val_dataloader` before the next validation",
     roomier="calls `train_dataloader` and `val_dataloader` at the start of the same epoch",
-    reason="both loaders of an epoch belong to one state of the data",
+    reason="training and validation data are reloaded together",
     expected=([2, 8], [0, 4, 8]),
 )
 def epochs_of_reloaded_validation_data(kind: Any, folder: Path) -> list[int]:
@@ -414,9 +414,9 @@ def epochs_of_reloaded_validation_data(kind: Any, folder: Path) -> list[int]:
 
 @differs(
     'a `CombinedLoader` in mode `"sequential"`',
-    lightning="is an error in a fit",
+    lightning="raises an error in `fit`",
     roomier="trains on one loader after the other",
-    reason="the loop reads batches from any iterable",
+    reason="any iterable of batches can be a training loader",
     expected=("ValueError", "completes"),
 )
 def end_with_sequential_loaders(kind: Any, folder: Path) -> str:
@@ -428,7 +428,7 @@ def end_with_sequential_loaders(kind: Any, folder: Path) -> str:
     "`teardown`",
     lightning="does not run after an error",
     roomier="also runs after an error",
-    reason="hooks that release files and processes belong there",
+    reason="files and processes must also be released after an error",
     expected=([], ["teardown"]),
 )
 def teardown_after_an_error(kind: Any, folder: Path) -> list[str]:
@@ -446,10 +446,10 @@ def teardown_after_an_error(kind: Any, folder: Path) -> list[str]:
 
 
 @differs(
-    "`on_train_batch_start` of a callback",
-    lightning="ignores its result; only the module can return -1 to skip the rest of the epoch",
-    roomier="also accepts -1 from a callback",
-    reason="a technique that skips batches can be a callback",
+    "a callback whose `on_train_batch_start` returns -1",
+    lightning="has no effect; only the module can return -1 to skip the rest of the epoch",
+    roomier="skips the rest of the epoch",
+    reason="callbacks can then decide when to end an epoch",
     expected=(4, 0),
 )
 def num_steps_with_a_callback_that_skips(kind: Any, folder: Path) -> int:
@@ -478,7 +478,7 @@ def epoch_after_a_part_of_an_epoch(kind: Any, folder: Path) -> int:
     "errors for invalid arguments",
     lightning="are `MisconfigurationException`, `ValueError` or `TypeError`",
     roomier="are a `RoomierError` (a `ValueError`), which names the argument, its value and a correction",
-    reason="one class to catch",
+    reason="a script needs to catch only one class",
     expected=("MisconfigurationException", "RoomierError"),
 )
 def error_of_an_argument(kind: Any, folder: Path) -> str:
@@ -487,9 +487,9 @@ def error_of_an_argument(kind: Any, folder: Path) -> str:
 
 @differs(
     "warnings",
-    lightning="are Python warnings, and several report harmless settings (few workers, no `val_dataloader`)",
-    roomier="are notices on stderr",
-    reason="a notice names the cause and an action, and filters of warnings do not hide it",
+    lightning="are Python warnings, some of which concern harmless settings (few workers, no `val_dataloader`)",
+    roomier="are notices on standard error",
+    reason="a notice names the cause and an action, and is not hidden by warning filters",
     expected=(True, False),
 )
 def missing_data_is_a_python_warning(kind: Any, folder: Path) -> bool:
@@ -500,10 +500,10 @@ def missing_data_is_a_python_warning(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "the variables `PL_TRAINER_*`",
+    "the environment variables `PL_TRAINER_*`",
     lightning="set arguments of the Trainer",
     roomier="have no effect",
-    reason="the script and the Plan describe a run completely",
+    reason="the script and the Plan must describe the run completely",
     expected=(3, -1),
 )
 def max_steps_of_the_environment(kind: Any, folder: Path) -> int:

@@ -42,9 +42,9 @@ def num_default_loggers(kind: Any, folder: Path) -> int:
 
 @differs(
     "`log(..., on_step=False, on_epoch=False)`",
-    lightning="is an error",
+    lightning="raises an error",
     roomier="logs nothing, and prints a notice",
-    reason="a value that is not recorded does not end a run",
+    reason="a mistake in a logging call must not end a run",
     expected=("MisconfigurationException", "completes"),
 )
 def log_of_no_value(kind: Any, folder: Path) -> str:
@@ -93,7 +93,7 @@ def num_rows_with_the_loss(kind: Any, folder: Path) -> int:
 @differs(
     "checkpoints",
     lightning="are pickle files",
-    roomier='are folders without pickle, whose names have no extension. `ModelCheckpoint(format="lightning")` and '
+    roomier='are folders without pickle files. `ModelCheckpoint(format="lightning")` and '
     "`roomier export FOLDER --to lightning out.ckpt` write Lightning files",
     reason="loading executes no code, and each rank reads only its shard",
     expected=(("epoch=0-step=4.ckpt", True), ("epoch=0-step=4", False)),
@@ -124,7 +124,7 @@ def checkpoint_exists_after_a_save_in_a_step(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "objects that `on_save_checkpoint` adds",
+    "objects that are not plain data, added in `on_save_checkpoint`",
     lightning="are pickled",
     roomier="are not saved, because a checkpoint contains only data; a notice names them",
     reason="loading executes no code",
@@ -150,7 +150,7 @@ def object_in_a_checkpoint(kind: Any, folder: Path) -> Any:
     "`on_load_checkpoint` that creates layers in a fit",
     lightning="is called before the optimizers exist, so the layers are trained",
     roomier="raises a `CheckpointError`; create the layers in `configure_model`",
-    reason="weights are read directly into the shards, so the sharded model and the optimizers must exist before",
+    reason="weights are read directly into the shards, so the sharded model and the optimizers must already exist",
     expected=("completes", "CheckpointError"),
 )
 def layers_created_while_loading(kind: Any, folder: Path) -> str:
@@ -173,7 +173,7 @@ def layers_created_while_loading(kind: Any, folder: Path) -> str:
 
 @differs(
     "the first Ctrl-C or SIGTERM during a fit",
-    lightning="Ctrl-C ends the run without a checkpoint",
+    lightning="ends the run without a checkpoint",
     roomier="completes the step, saves `checkpoints/interrupted-step=N` and exits with code 130 or 143",
     reason="the run can resume exactly, and a job scheduler can determine the reason from the exit code",
     expected=(False, True),
@@ -193,9 +193,9 @@ def interrupted_run_saves_a_checkpoint(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "`default_root_dir` and the run folder",
-    lightning="the current folder; without a logger, files go to `default_root_dir` itself",
-    roomier="`runs`; each run has a folder `version_N`, also without a logger",
+    "`default_root_dir`",
+    lightning="is the current folder by default; without a logger, files are written to this folder itself",
+    roomier="is `runs` by default; each run has a folder `version_N` in it, even without a logger",
     reason="the files of two runs are never mixed",
     expected=(".", "version_0"),
 )
@@ -208,7 +208,7 @@ def run_folder_without_a_logger(kind: Any, folder: Path) -> str:
     "scores of `ModelCheckpoint`",
     lightning="have the dtype of the logged value",
     roomier="are float64",
-    reason="scores that are equal in float32 can differ in the reduction over an epoch",
+    reason="metrics are reduced in float64, and different scores can be equal in float32",
     expected=(torch.float32, torch.float64),
 )
 def dtype_of_a_score(kind: Any, folder: Path) -> torch.dtype:
@@ -253,7 +253,7 @@ def last_is_a_link(kind: Any, folder: Path) -> bool:
 @differs(
     "a metric in `filename` that was not logged",
     lightning="is written as 0",
-    roomier="is written as `none`, and a notice names it",
+    roomier="is written as `none`, and a notice names the metric",
     reason="0 could be mistaken for a value of the metric",
     expected=(["unknown=0.ckpt"], ["unknown=none"]),
 )
@@ -265,7 +265,7 @@ def name_with_an_unavailable_metric(kind: Any, folder: Path) -> list[str]:
     "a score that is NaN",
     lightning="is ranked as the worst score",
     roomier="is not ranked; the last step is saved if no score was finite",
-    reason="`best_model_path` must not name a checkpoint without a score",
+    reason="a checkpoint without a valid score is never the best checkpoint",
     expected=(True, False),
 )
 def checkpoint_with_the_score_nan_is_the_best(kind: Any, folder: Path) -> bool:
@@ -296,7 +296,7 @@ def checkpoints_after_an_error(kind: Any, folder: Path) -> list[str]:
 @differs(
     "`trainer.save_checkpoint(path)` if `path` exists",
     lightning="replaces any file",
-    roomier="replaces an empty file (with a Lightning file) or a checkpoint, but otherwise raises an error",
+    roomier="replaces a checkpoint or an empty file; for any other file, raises an error",
     reason="a mistake in a path must not delete data",
     expected=("completes", "CheckpointError"),
 )
@@ -307,21 +307,10 @@ def save_over_another_file(kind: Any, folder: Path) -> str:
 
 
 @differs(
-    "addresses, such as `s3://bucket/folder`",
-    lightning="are accepted as paths (fsspec)",
-    roomier="are an error; mount the storage, or copy the files",
-    reason="a checkpoint is committed by renaming a folder, which object stores do not support",
-    expected=("completes", "RoomierError"),
-)
-def folder_in_memory(kind: Any, folder: Path) -> str:
-    return outcome(lambda: checkpoint(kind, dirpath="memory://saves"))
-
-
-@differs(
-    "the names in file names",
+    "the file names of checkpoints",
     lightning="depend on `CHECKPOINT_JOIN_CHAR`, `CHECKPOINT_EQUALS_CHAR` and `CHECKPOINT_NAME_LAST`",
     roomier="depend only on `filename`; with `auto_insert_metric_name=False`, it is the complete name",
-    reason="one argument instead of class attributes",
+    reason="one argument controls the complete name",
     expected=(True, False),
 )
 def names_depend_on_class_attributes(kind: Any, folder: Path) -> bool:
@@ -332,7 +321,7 @@ def names_depend_on_class_attributes(kind: Any, folder: Path) -> bool:
     "`best_model_path` and other results of `ModelCheckpoint`",
     lightning="can be assigned",
     roomier="are read-only",
-    reason="they describe the files that were saved",
+    reason="the attributes describe the files that were saved",
     expected=("completes", "AttributeError"),
 )
 def assignment_of_the_best_path(kind: Any, folder: Path) -> str:
@@ -358,7 +347,7 @@ def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool
     "hyperparameters that are not plain data, such as functions",
     lightning="are pickled, or removed from `hparams` if this is impossible",
     roomier="are in `hparams`, but not in checkpoints, and a notice names them",
-    reason="loading a checkpoint never executes code",
+    reason="loading executes no code",
     expected=(False, True),
 )
 def hparams_contain_a_function(kind: Any, folder: Path) -> bool:
@@ -376,7 +365,7 @@ def hparams_contain_a_function(kind: Any, folder: Path) -> bool:
     "OmegaConf containers in `load_from_checkpoint`",
     lightning="are OmegaConf containers",
     roomier="are dicts with attribute access, and lists; an interpolation is saved as its value",
-    reason="an interpolation can call a function that a script registered",
+    reason="resolving an interpolation could execute code",
     expected=("DictConfig", "HyperParameters"),
 )
 def type_of_a_loaded_config(kind: Any, folder: Path) -> str:
@@ -416,7 +405,7 @@ def names_of_the_hyperparameters_of_a_part(kind: Any, folder: Path) -> list[str]
     "the hyperparameters of a run",
     lightning="are written to `hparams.yaml` by its loggers",
     roomier="are written to `hparams.json` in the run folder, which `hparams_file` of `load_from_checkpoint` accepts",
-    reason="they do not depend on the logger",
+    reason="the hyperparameters are stored with any logger",
     expected=(["hparams.yaml"], ["hparams.json"]),
 )
 def files_of_hyperparameters(kind: Any, folder: Path) -> list[str]:
@@ -436,9 +425,9 @@ def files_of_hyperparameters(kind: Any, folder: Path) -> list[str]:
 @differs(
     '`strategy="auto"`',
     lightning="is the default, and means one device or `ddp`",
-    roomier="selects the fastest plan that fits. The default is `single` for one rank and `ddp` for several ranks, and "
-    '`devices="auto"` without a strategy means one rank',
-    reason="roomier runs the planner and starts processes only if the script requests this",
+    roomier="selects the fastest plan that fits. Without a strategy, the Trainer uses `single` for one rank and `ddp` "
+    'for several ranks, and `devices="auto"` means one rank',
+    reason="the planner and additional processes run only if the script requests them",
     expected=(False, True),
 )
 def strategy_is_planned(kind: Any, folder: Path) -> bool:
@@ -448,8 +437,8 @@ def strategy_is_planned(kind: Any, folder: Path) -> bool:
 @differs(
     "the callbacks `LearningRateFinder` and `BatchSizeFinder`",
     lightning="search at the start of a fit",
-    roomier="are an error; use `auto_lr_find=True`, `auto_scale_batch_size=True` or the `Tuner`",
-    reason="they use internals of Lightning's loops. roomier's searches run on a copy of the model",
+    roomier="raise an error; use `auto_lr_find=True`, `auto_scale_batch_size=True` or the `Tuner`",
+    reason="the callbacks depend on internals of Lightning's loops",
     expected=("completes", "RoomierError"),
 )
 def fit_with_a_finder(kind: Any, folder: Path) -> str:
@@ -505,7 +494,7 @@ def one_loss_determines_the_suggestion(kind: Any, folder: Path) -> bool:
     "`max_time`",
     lightning="adds a `Timer` to the callbacks",
     roomier="adds no callback",
-    reason="the loop checks the time itself",
+    reason="the loop itself checks the elapsed time",
     expected=(1, 0),
 )
 def num_timers(kind: Any, folder: Path) -> int:
@@ -517,8 +506,8 @@ def num_timers(kind: Any, folder: Path) -> int:
     "`trainer.validate_loop` and `test_loop`",
     lightning="are loop objects",
     roomier="do not exist; the AttributeError names the public attribute",
-    reason="the loops are functions, not objects. `fit_loop`, `precision_plugin` and `accelerator` are views with the "
-    "attributes that projects read",
+    reason="the loops are functions, not objects; only `fit_loop`, `precision_plugin` and `accelerator` exist, with "
+    "the attributes that projects read",
     expected=(True, False),
 )
 def trainer_has_a_validate_loop(kind: Any, folder: Path) -> bool:

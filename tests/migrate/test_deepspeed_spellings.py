@@ -49,7 +49,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel": {"autotp_size": 4}}, "Stage 3 shards the parameters"),
     ({"pipeline": {"stages": 4}}, "Stage 3 shards the parameters"),
     ({"expert_parallel": {"enabled": True}}, "Stage 3 shards the parameters of all experts"),
-    ({"sequence_parallel_size": 4}, "shorten the sequences"),
+    ({"sequence_parallel_size": 2.5}, "must be an integer"),
     ({"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, "different number of ranks"),
     ({"autotuning": {"enabled": True}}, "roomier plan"),
     ({"curriculum_learning": {"enabled": True}}, "with a sampler"),

@@ -218,8 +218,8 @@ OTHERS = [
     ),
     Spelling({"strategy": "fdsp"}, error="Did you mean 'fsdp'?"),
     # folders
-    Spelling({"default_root_dir": "s3://bucket/runs"}, error="is an address (s3)"),
-    Spelling({"default_root_dir": "gs://bucket/runs"}, error="copy finished checkpoints"),
+    Spelling({"default_root_dir": "memory://bucket/runs"}),
+    Spelling({"default_root_dir": "hdfs://bucket/runs"}, error="a protocol that roomier does not support"),
 ]
 
 
@@ -227,7 +227,6 @@ BAREBONES = {
     "enable_plan_table": False,
     "num_sanity_val_steps": 0,
 }
-ADDRESS = "s3://bucket/runs"
 DDP_2 = {"parallel.strategy": "ddp", "parallel.devices": 2}
 
 OF_TRAINER = [

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from roomier.api.blocks import find_blocks
+from roomier.core.mesh import Mesh
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import groups_of
+from roomier.core.world import World
 from roomier.core.wrapped_forward import unwrap
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan.parts import ActivationPlan, OffloadPlan
@@ -45,7 +47,7 @@ def train(offloads: bool, dtype: torch.dtype | None, recompute: str, num_shards:
     blocks = find_blocks(network)
     apply_recompute(blocks, ActivationPlan(policy=recompute), OffloadPlan(), CPU, ALONE)
     sharding = Sharding(
-        make_mesh("cpu", num_ranks, num_shards),
+        make_mesh("cpu", Mesh(World(torch.distributed.get_rank(), num_ranks), shard=num_shards)),
         frees_parameters=True,
         reduces_each_micro_batch=True,
         compute_dtype=dtype,

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from roomier.api.blocks import find_blocks
 from roomier.core.log import quiet
+from roomier.core.mesh import Mesh
 from roomier.core.sharded import local_part
 from roomier.core.torch_offload import groups_of
+from roomier.core.world import World
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import regions_of
 from roomier.techniques.offload.residency import UPDATE, Residency, record_sizes
@@ -72,10 +74,10 @@ def train_shards(kind: str | None, dtype: torch.dtype | None = None, *, updates_
         dtype: dtype of autocast.
         updates_late: True if parameters are also updated immediately before they are used.
     """
-    num_ranks = torch.distributed.get_world_size()
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
     torch.manual_seed(0)
     network = GPT(num_blocks=4).to(simulated.DEVICE)
-    mesh = make_mesh(simulated.DEVICE, num_ranks, num_ranks)
+    mesh = make_mesh(simulated.DEVICE, Mesh(world, shard=world.size))
     sharding = Sharding(
         mesh, frees_parameters=True, reduces_each_micro_batch=True, compute_dtype=dtype, is_pairwise=False
     )

@@ -91,9 +91,16 @@ def test_muon_has_one_state_per_matrix_and_two_otherwise() -> None:
 
 
 def test_empty_shard_has_only_counters() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    assert state_bytes(torch.optim.AdamW([weight]), {}, (0, 5), torch.float32) == 4
-    assert state_bytes(torch.optim.Adadelta([weight]), {}, (0, 5), torch.float32) == 0
+    for kind in (torch.optim.AdamW, torch.optim.Adadelta):
+        assert kept_and_formula(kind, {}, (0, 5), torch.float32) == (4, 4)
+    assert kept_and_formula(torch.optim.SGD, {"momentum": 0.9}, (0, 5), torch.float32) == (0, 0)
+
+
+def test_a_forecast_draws_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    optimizer = Lion([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))], lr=0.125, weight_rounding="stochastic")
+    assert state_bytes(optimizer, optimizer.param_groups[0], (7, 3), torch.bfloat16) == 7 * 3 * 4 + 4
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_optimizer_that_cannot_step_on_a_small_parameter_is_rejected() -> None:

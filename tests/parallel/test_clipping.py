@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from roomier.core.mesh import Mesh
+from roomier.core.world import World
 from roomier.engine.updates import Updates
 from roomier.techniques.parallel.mesh import make_mesh
 from roomier.techniques.parallel.shard import Sharding, Shards
@@ -50,7 +53,7 @@ def clip_both(num_ranks: int, num_shards: int, limit: float, by_value: bool) -> 
     bare = with_gradients(0)
     model = copy.deepcopy(bare)
     gradients = {name: each.grad for name, each in bare.named_parameters()}
-    mesh = make_mesh("cpu", num_ranks, num_shards)
+    mesh = make_mesh("cpu", Mesh(World(dist.get_rank(), num_ranks), shard=num_shards))
     for each in (*model.inner, model.unused):
         fully_shard(each, mesh=mesh)
     for name, each in model.named_parameters():
@@ -98,7 +101,7 @@ def test_clipping_by_norm_and_by_value_matches_torch(on_ranks: RankPool, num_ran
 def clip_infinite() -> list[float]:
     torch.manual_seed(0)
     layer = nn.Linear(2, 4, bias=False)
-    mesh = make_mesh("cpu", 2, 2)
+    mesh = make_mesh("cpu", Mesh(World(dist.get_rank(), 2), shard=2))
     fully_shard(layer, mesh=mesh)
     gradient = torch.ones(4, 2)
     gradient[3, 1] = float("nan")

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from roomier.core.errors import TrainingError
+from roomier.core.mesh import REPLICATE, SHARD, Mesh
+from roomier.core.world import World
 from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions, wait_for
-from roomier.techniques.parallel.mesh import REPLICATE, SHARD, make_mesh
+from roomier.techniques.parallel.mesh import make_mesh
 from tests.covering import few
 from tests.ranks.pool import RankPool
 
@@ -152,7 +154,7 @@ def test_reductions_of_equal_size_share_their_buffers(on_ranks: RankPool, num_ra
 
 def within_replicas() -> tuple[list[float], float]:
     """Gather and reduce within each of two replicas on four ranks."""
-    mesh = make_mesh("cpu", 4, 2)
+    mesh = make_mesh("cpu", Mesh(World(dist.get_rank(), 4), shard=2))
     group, rank = mesh.get_group(SHARD), dist.get_rank()
     gathered = torch.empty(2)
     PairwiseAllGather()(gathered, torch.tensor([float(rank)]), group).wait()
@@ -177,7 +179,9 @@ def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, s
 
 
 def ranks_of_replica(num_ranks: int, num_shards: int) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(make_mesh("cpu", num_ranks, num_shards).get_group(SHARD))
+    ranks: list[int] = dist.get_process_group_ranks(
+        make_mesh("cpu", Mesh(World(dist.get_rank(), num_ranks), shard=num_shards)).get_group(SHARD)
+    )
     return ranks
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from roomier import Trainer
+from roomier.core.mesh import Mesh
+from roomier.core.world import World
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.workload import Workload
@@ -47,8 +49,9 @@ def test_ranks_agree_on_the_groups_after_a_dry_run_on_one_rank(on_ranks: RankPoo
 
 
 def meshes() -> list[bool]:
-    mesh = make_mesh("cpu", 4, 2)
-    return [make_mesh("cpu", 4, 2) is mesh, make_mesh("cpu", 4, 4) is mesh]
+    two, four = (Mesh(World(dist.get_rank(), 4), shard=size) for size in (2, 4))
+    mesh = make_mesh("cpu", two)
+    return [make_mesh("cpu", two) is mesh, make_mesh("cpu", four) is mesh]
 
 
 @pytest.mark.more

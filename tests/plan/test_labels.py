@@ -134,6 +134,8 @@ TABLE: dict[str, Compared] = {
     "precision.matmul=high": Compared({"matmul_precision": "high"}, rounds_to=torch.bfloat16),
     "precision.matmul=medium": Compared({"matmul_precision": "medium"}, rounds_to=torch.bfloat16),
     "batch.accumulate_grad_batches": Compared({"accumulate_grad_batches": 2}),
+    "batch.seeding=stream": DEFAULT,
+    "batch.seeding=events": Compared({"seeding": "events"}),
     "batch.gradient_clip_algorithm=norm": Compared(CLIPS, plain="clip by norm"),
     "batch.gradient_clip_algorithm=value": Compared(
         {**CLIPS, "gradient_clip_algorithm": "value"}, plain="clip by value"
@@ -207,7 +209,10 @@ MARKS = {
 }
 
 SETTINGS = {
-    "parallel": {"devices", "num_nodes", "shard_size", "compression_rank", "compression_warmup_steps"},
+    "parallel": {
+        *("devices", "num_nodes", "shard_size", "context_parallel_size"),
+        *("compression_rank", "compression_warmup_steps"),
+    },
     "batch": {"gradient_clip_val"},
     "optimizer": {"lr", "weight_decay", "options", "warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps"},
     "activation": {"every_n", "budget_bytes", "budget_fraction"},
@@ -410,7 +415,8 @@ def test_choices_for_several_ranks(on_ranks: RankPool, num_ranks: int) -> None:
     compared = {
         name: each for name, each in TABLE.items() if each.num_ranks == num_ranks and name not in EXACT_ON_RANKS
     }
-    assert Kind.EXACT not in {LABELS[name] for name in compared}
+    exact = [name for name in compared if LABELS[name] is Kind.EXACT]
+    assert not exact, f"set Compared.strategy of {exact}, so that test_exact_choices_on_two_ranks compares their bits"
     asked = [DDP, *(each.option for each in compared.values())]
     all_keywords = [keywords_of(each, Kind.NEAR) for each in asked]
     runs_of_ranks = on_ranks(num_ranks, train_all, all_keywords, num_ranks, 0.0, timeout_s=500)

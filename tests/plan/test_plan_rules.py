@@ -360,15 +360,15 @@ def test_every_supported_word_is_accepted(field: str, word: str) -> None:
     assert getattr(getattr(_plan_with(section, {name: word}), section), name) == word
 
 
+OWN_STRATEGY = {"gradient_compression": "ddp", "communication": "zero3"}
+"""Strategies of the fields of ``ParallelPlan`` that the strategy ``"single"`` rejects."""
+
+
 def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     needed: dict[str, Mapping[str, object]] = {
         "optimizer": ADAMW,
         "batch": {"gradient_clip_val": 1.0},
-        "parallel": {"strategy": "ddp"}
-        if "gradient_compression" in fields
-        else {"strategy": "zero3"}
-        if "communication" in fields
-        else {},
+        "parallel": {"strategy": OWN_STRATEGY.get(next(iter(fields)), "single")},
         "activation": {"budget_bytes": 2**30} if fields.get("policy") == "budget" else {},
         "adapter": {"lora_rank": 8},
         "offload": ON_DISK if "update" in fields else {},

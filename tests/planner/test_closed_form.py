@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
+from roomier.api.module import Module
 from roomier.core.errors import RoomierError
-from roomier.core.world import World
+from roomier.core.mesh import Mesh
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.models.gpt import GPT, GPTConfig
@@ -24,11 +25,13 @@ from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.trace import _as_if_sharded, take_deep_trace, take_trace, traced_plan
 from roomier.planner.hardware.machine import Device, Link, Machine
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.memory.predict import layout_of
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
 from roomier.techniques.activation.copies import MIN_BYTES
 from roomier.techniques.optim.configured import Configured
+from roomier.techniques.optim.onebit_adam import onebit_adam_bytes
 from tests.covering import few
 from tests.planner.models import MODELS
 
@@ -95,6 +98,7 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
         [
             ("gpt", "cpu", {"strategy": "single", "precision": "bf16-mixed", "num_micro_batches": 2}),
             ("gpt", "cpu", {"strategy": "ddp", "num_micro_batches": 2}),
+            ("gpt", "cpu", {"strategy": "ddp", "optimizer": "onebit_adam"}),
             ("gpt", "cpu", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "full", "num_ranks": 8}),
             ("resnet", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}),
             ("gpt", "cuda", {"strategy": "zero3", "precision": "bf16-mixed", "num_micro_batches": 2}),
@@ -114,6 +118,14 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
 )
 def test_the_closed_form_has_the_peak_of_the_dry_run(name: str, kind: str, settings: dict[str, Any]) -> None:
     assert -0.01 < error_of(name, make_plan(**settings), kind) < 0.02
+
+
+def test_the_states_of_1_bit_adam_are_counted_after_the_freeze() -> None:
+    given = workload("gpt")
+    forecast = estimator("gpt", "cuda").estimate(make_plan("ddp", 2, optimizer="onebit_adam"), given.batch_size)
+    shapes = [each.numel() for each in given.module.parameters()]
+    states = sum(onebit_adam_bytes(numel, 2, rounds_variance=False) for numel in shapes)
+    assert {each.end[Kind.OPTIMIZER_STATE] for each in forecast.timeline} == {states}
 
 
 def test_hsdp_with_one_replica_is_zero3() -> None:
@@ -173,6 +185,34 @@ def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_sharded: bool) -> None
     assert [each.highest for each in deep.executions] == [each.highest for each in whole.executions]
     blocks = [part for part in whole.work if "blocks" in part[1]]
     assert {part: deep.work[part] for part in blocks} == {part: whole.work[part] for part in blocks}
+
+
+class TwoRows(Module):
+    """Two rows of equal blocks, whose weights autocast copies in the forward pass and frees in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.between = nn.Linear(64, 32)
+        self.second = nn.ModuleList(nn.Linear(32, 32) for _ in range(9))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in (*self.first, self.between, *self.second):
+            x = layer(x).relu()
+        return x.square().mean()
+
+    def model_blocks(self) -> list[nn.Module]:
+        return [*self.first, *self.second]
+
+
+@pytest.mark.more
+def test_each_of_two_rows_of_blocks_is_repeated() -> None:
+    given, plan = Workload(TwoRows(), torch.zeros(4, 64), 4), make_plan(precision="bf16-mixed")
+    deep, whole = (take(given, plan, is_sharded=False) for take in (take_deep_trace, take_trace))
+    assert deep.is_like(whole)
+    assert deep.levels == whole.levels
+    assert [each.highest for each in deep.visits] == [each.highest for each in whole.visits]
 
 
 @pytest.mark.more
@@ -244,7 +284,7 @@ def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:
 def test_norms_of_narrow_blocks_are_gathered_in_float32() -> None:
     config = GPTConfig(100, 16, num_layers=2, num_heads=2, width=32, dropout=0.0)
     plan = make_plan("zero3", 2, precision="bf16-mixed")
-    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
+    with fake_world(Mesh(), is_pairwise=True) as ranks:
         module = shapes_of(as_module(GPT(config)), torch.float32)
         engine, _ = build(traced_plan(plan), module, lambda _: Configured([]), EagerEngine, ranks)
         inner = _as_if_sharded(engine, torch.bfloat16)

@@ -18,7 +18,7 @@ from roomier.api.adapt import as_module
 from roomier.api.module import network_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
-from roomier.core.world import World
+from roomier.core.mesh import Mesh
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.rnn import workspace_bytes
@@ -44,6 +44,7 @@ SHAPED_BY_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lengths": lambda ids, x: x[: int(ids.max()) - 7],
     "written values": lambda ids, x: x[: int(ids.clone().fill_(1).sum()) - 4],
     "flags of floats": lambda ids, x: x[: 1 + int(torch.isfinite(x).all()) + int(torch.isnan(x).any())],
+    "flags as one integer": lambda ids, x: torch.signbit(x).view(torch.int64),
     "tolist": lambda ids, x: torch.empty(ids[0].tolist()),
 }
 
@@ -52,7 +53,7 @@ SHAPED_BY_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_shapes_that_depend_on_integers_equal_the_shapes_of_the_run(name: str) -> None:
     x = torch.ones(2, 3, 8)
     truth = SHAPED_BY_VALUES[name](IDS, x).shape
-    with fake_world(World(), is_pairwise=True):
+    with fake_world(Mesh(), is_pairwise=True):
         ids, fake = shapes_of_batch((IDS, x))
         assert SHAPED_BY_VALUES[name](ids, fake).shape == truth
 
@@ -320,7 +321,7 @@ def test_data_in_attributes_is_not_copied() -> None:
     data, losses = np.zeros(2**20), np.zeros(8)
     held: dict[str, Any] = {"data": data, "losses": losses, "set": TensorDataset(torch.zeros(4, 2))}
     network.__dict__.update(held)
-    with fake_world(World(), is_pairwise=True):
+    with fake_world(Mesh(), is_pairwise=True):
         copied: Any = network_of(shapes_of(as_module(network)))
     assert copied.data is data
     assert copied.set is held["set"]
@@ -329,6 +330,6 @@ def test_data_in_attributes_is_not_copied() -> None:
 
 def test_copied_parameters_are_fake() -> None:
     module, _ = MODELS["gpt"]()
-    with fake_world(World(), is_pairwise=True):
+    with fake_world(Mesh(), is_pairwise=True):
         copied = shapes_of(as_module(module))
         assert all(torch_fake.is_fake([each]) for each in copied.parameters())

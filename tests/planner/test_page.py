@@ -189,7 +189,7 @@ def test_the_browser_layout_has_no_faults(tmp_path: Path, is_dark: bool) -> None
     page = page_of(made, grid(), record() if is_dark else None, subject="a model")
     for found in look_at(page, (380, 760, 1200), tmp_path, is_dark=is_dark):
         assert found["scroll_width"] <= found["width"]
-        for fault in ("outside", "clipped", "shapes_outside", "overlaps"):
+        for fault in ("outside", "clipped", "shapes_outside", "overlaps", "faint"):
             assert found[fault] == [], f"{fault} at {found['width']} px"
         assert found["num_shapes"] > 60
         assert found["ground"] == ("rgb(20, 23, 27)" if is_dark else "rgb(255, 255, 255)")

@@ -245,9 +245,15 @@ def watch(child: Child, kind: str, chance: random.Random) -> int:
     num_read = 0
     if kind == "in a save":
         nth = chance.randint(1, 4)
-        while child.lines.count("saving") < nth and child.read(0.001):
+        while child.read(0.001):
             num_read += read_meanwhile(child.root)
-        time.sleep(chance.uniform(0.0, 0.02))
+            if child.lines.count("saving") >= nth:
+                time.sleep(chance.uniform(0.0, 0.02))
+                os.kill(child.pid, signal.SIGSTOP)  # the save cannot end between the next look and the kill
+                if not child.read(0.0) or is_in_save(child):
+                    break
+                os.kill(child.pid, signal.SIGCONT)
+                nth = child.lines.count("saving") + 1
         return num_read
     deadline_s = time.monotonic() + chance.uniform(0.0, 0.7)
     while time.monotonic() < deadline_s and child.read(0.02):
@@ -255,7 +261,7 @@ def watch(child: Child, kind: str, chance: random.Random) -> int:
     return num_read
 
 
-def is_killed_in_save(child: Child) -> bool:
+def is_in_save(child: Child) -> bool:
     return bool(child.lines) and child.lines[-1] == "saving"
 
 
@@ -296,7 +302,7 @@ def main(root: Path, seed: int, num_kills: int, update: str) -> None:
             if os.WIFSIGNALED(status):
                 assert os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM)
                 found["kills"] += os.WTERMSIG(status) == signal.SIGKILL
-                found["kills_in_save"] += is_killed_in_save(child)
+                found["kills_in_save"] += is_in_save(child)
             elif os.WEXITSTATUS(status) == 128 + signal.SIGTERM:
                 found["terminations"] += 1
             else:

@@ -90,7 +90,7 @@ def test_bar_ends_at_the_last_step(tmp_path: Any, capsys: Any) -> None:
     keywords: dict[str, Any] = {"enable_model_summary": False, "enable_plan_table": False, "logger": False}
     roomier.Trainer(default_root_dir=tmp_path, accelerator="cpu", max_epochs=2, **keywords).fit(Learns(), BATCHES)
     bar, _ = capsys.readouterr().err.splitlines()[-2:]
-    assert re.match(r"epoch 1/1 \| step 14/14 \| [\d.]+ it/s \| train_loss ", bar)
+    assert re.match(r"epoch 1/1 \| step 14/14 \| [\d.]+ it/s \| [\d.]+( K)? samples/s \| train_loss ", bar)
 
 
 def losses_of_ranks(root: Any) -> tuple[list[float], list[float]]:

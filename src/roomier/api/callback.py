@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
 
 
-LOG_METHODS = ("log", "log_dict")
+LOG_METHODS = ("log", "log_dict", "log_image", "log_figure", "log_histogram")
 
 
 class Callback:
@@ -36,6 +36,15 @@ class Callback:
 
     log_dict: Callable[..., None]
     """:meth:`roomier.Module.log_dict` of the module. Set during a run, unless the class defines ``log_dict`` itself."""
+
+    log_image: Callable[..., None]
+    """:meth:`roomier.Module.log_image` of the module, like :attr:`log`."""
+
+    log_figure: Callable[..., None]
+    """:meth:`roomier.Module.log_figure` of the module, like :attr:`log`."""
+
+    log_histogram: Callable[..., None]
+    """:meth:`roomier.Module.log_histogram` of the module, like :attr:`log`."""
 
     monitors: ClassVar[bool] = False
     """True if the callback monitors a logged metric. ``on_train_epoch_end`` of such a callback runs after the module's
@@ -116,10 +125,10 @@ class Callback:
         """Called with each gradient of a step, to change it in place before :meth:`on_before_optimizer_step` and
         clipping.
 
-        The gradient is reduced over the ranks and unscaled. This hook works in every mode, including updates during
-        backward and offloaded parameters, because it requires only one gradient at a time. With two backward passes
-        per step, it is called twice with the same gradient and must change it in the same way. Ranks with the same
-        shard must also change it in the same way, for example with random numbers from a seeded generator.
+        The gradient is reduced over the ranks and unscaled. This hook works in every mode, including updates during the
+        backward pass and offloaded parameters, because it requires only one gradient at a time. With two backward
+        passes per step, it is called twice with the same gradient and must change it in the same way. Ranks with the
+        same shard must also change it in the same way, for example with random numbers from a seeded generator.
 
         Args:
             name: name of the parameter in the module.

@@ -41,8 +41,8 @@ class StepHooks:
         batch_end: called at the end of each micro-batch with its index, except the last micro-batch of the window. The
             training loop calls the hooks of the last micro-batch after the update.
         change_gradient: called with each parameter and its gradient (or this rank's shard) by
-            ``Engine.change_gradients``. Engines that free gradients during backward call it during backward, and may
-            call it twice.
+            ``Engine.change_gradients``. Engines that free gradients during the backward pass call it during backward,
+            and may call it twice.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 

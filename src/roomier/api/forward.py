@@ -79,7 +79,7 @@ class ForwardModule(WrappedModule):
 
     def _report_inseparable_loss(self, batch: Any, loss: Tensor) -> None:
         self._has_reported = True
-        num_parts = self.trainer.accumulate_grad_batches * self.trainer.world_size if self.is_attached else 1
+        num_parts = self.trainer.accumulate_grad_batches * self.trainer.num_data_ranks if self.is_attached else 1
         reason = None
         if compares_samples(batch):
             reason = "compares the samples of a batch with each other", "Samples are compared only within a part"

@@ -28,7 +28,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def with_attributes(value: Any) -> Any:
-    """Return ``value`` with all dicts, also in lists and tuples, as :class:`HyperParameters`."""
+    """Return ``value`` with all dicts, including dicts in lists and tuples, as :class:`HyperParameters`."""
     if isinstance(value, dict):
         return HyperParameters({name: with_attributes(item) for name, item in value.items()})
     return type(value)(map(with_attributes, value)) if type(value) in (list, tuple) else value

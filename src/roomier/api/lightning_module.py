@@ -20,7 +20,8 @@ OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI t
 # Methods of a LightningModule that use its trainer. While the module is attached, roomier's Module provides these
 # methods.
 LENT = (
-    *("is_attached", "log", "log_dict", "print", "optimizers", "lr_schedulers", "manual_backward"),
+    *("is_attached", "log", "log_dict", "log_image", "log_figure", "log_histogram", "print", "optimizers"),
+    *("lr_schedulers", "manual_backward"),
     *("clip_gradients", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "all_gather", "logger"),
     *("loggers", "current_epoch", "global_step", "global_rank", "local_rank", "device", "dtype"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,37 @@ class Logger(ABC):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the hyperparameters of the run. Called once, at the start of the run."""
+
+    def log_image(
+        self, key: str, images: Any, step: int | None = None, *, caption: str | Sequence[str] | None = None
+    ) -> None:
+        """Show images. By default, a notice reports that the logger cannot show them.
+
+        Args:
+            key: name of the images.
+            images: the Trainer passes a list of uint8 arrays of shape (height, width, 3), or (height, width, 4) with an
+                alpha channel.
+            step: number of completed optimizer steps.
+            caption: one caption per image, or None.
+        """
+        cannot_show(self.name, "images")
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Show a matplotlib figure. By default, a notice reports that the logger cannot show it."""
+        cannot_show(self.name, "figures")
+
+    def log_histogram(
+        self, key: str, values: Any, step: int | None = None, *, bins: int | Sequence[float] = 64
+    ) -> None:
+        """Show a histogram. By default, a notice reports that the logger cannot show it.
+
+        Args:
+            key: name of the histogram.
+            values: the Trainer passes a :class:`roomier.loggers.Histogram`.
+            step: number of completed optimizer steps.
+            bins: number of bins or their edges, if ``values`` are numbers.
+        """
+        cannot_show(self.name, "histograms")
 
     def finalize(self, status: str) -> None:
         """Close the destination.
@@ -128,6 +159,14 @@ class Nothing:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
+
+
+def cannot_show(logger: str, kind: str) -> None:
+    """Print a notice, once per process, that the logger named ``logger`` cannot show ``kind``, such as images."""
+    text = f"logger {logger!r} cannot show {kind}, so they are not sent to it"
+    if text not in _reported:
+        _reported.add(text)
+        notice(text)
 
 
 _reported: set[str] = set()  # reasons that were reported in this process

@@ -3,18 +3,18 @@ which are inferred from the model's class and configuration.
 
 [Note: weighted accumulation]
 Let ``g_i`` be the gradient of a loss that is a mean over the ``n_i`` terms of micro-batch ``i``. The gradient of the
-full batch is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from this gradient if the ``n_i`` differ.
-The engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward pass, so the counts must be known before
-the first backward pass. The counts are computed from the batches on the host, so no synchronization with a device is
-required.
+full batch is ``sum(n_i * g_i) / sum(n_i)``, which differs from the mean of the ``g_i`` if the ``n_i`` differ. The
+engine therefore weights each micro-batch by ``n_i / sum(n_i)`` before its backward pass, so the counts must be known
+before the first backward pass. They are computed from the batches on the host, which requires no synchronization with a
+device.
 
 [Note: no num_items_in_batch]
-Hugging Face models compute the gradient of the full batch if they receive the ``num_items_in_batch`` argument. With
-this argument, the loss of micro-batch ``i`` is ``S_i / N``: the sum over its terms, divided by the number of terms in
-all micro-batches. The engine's weights produce the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``; see
-[Note: weighted accumulation]. The weights also work for models that do not accept this argument and for custom losses.
-Terms that are added to the mean are averaged with the same weights. An example is the router loss of a mixture of
-experts, which would be counted once for each micro-batch if only the mean were divided by ``N``.
+Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``: the loss
+of micro-batch ``i`` is then ``S_i / N``, the sum over its terms, divided by the number of terms in all micro-batches.
+The engine's weights produce the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``; see [Note: weighted
+accumulation]. They also work for custom losses and for models that do not accept this argument. Terms that are added to
+the mean, such as the router loss of a mixture of experts, are averaged with the same weights. If only the mean were
+divided by ``N``, they would be counted once for each micro-batch.
 """
 
 from __future__ import annotations

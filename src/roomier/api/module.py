@@ -4,7 +4,7 @@ in Lightning's ``LightningModule``."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -268,7 +268,8 @@ class Module(HasHyperParameters, ModuleHooks):
             enable_graph: has no effect. Values are stored without their graph, as in Lightning.
             sync_dist: if True, log the value of a step reduced over all ranks with ``reduce_fx``, instead of the value
                 of the first rank. Values of an epoch are always reduced over all ranks.
-            sync_dist_group: None, or a process group of all ranks.
+            sync_dist_group: a process group that contains all ranks, or ranks that together read each sample once; None
+                uses all ranks.
             add_dataloader_idx: if True, append ``/dataloader_idx_N`` to the name if there are several loaders.
             batch_size: weight of this value in the mean over the epoch. Default: the size of the first dimension of the
                 first tensor in the batch. Pass the number of tokens if the value is a mean over tokens. A tensor can
@@ -309,6 +310,65 @@ class Module(HasHyperParameters, ModuleHooks):
         for name, value in _items_to_log(dictionary):
             self.log(name, value, *args, **kwargs)
 
+    def log_image(self, key: str, images: Any, *, caption: str | Sequence[str] | None = None) -> None:
+        """Log one or several images at the current step. Loggers that cannot show images report it once.
+
+        Only rank 0 logs its images; the other ranks ignore the call. In a sanity check, all ranks ignore it. Copying
+        the images to the host waits for the device, so do not log images in every step.
+
+        Args:
+            key: name of the images.
+            images: a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), a PIL image, a list of them, or a batch
+                with four dimensions. Values are in [0, 1], or in [0, 255] if the dtype is uint8. C is 1, 3 or 4.
+            caption: one caption for each image.
+
+        Raises:
+            RoomierError: an item is not an image, the number of captions is wrong, or no step or epoch is running.
+
+        Example:
+            >>> self.log_image("samples", images[:8], caption=[f"class {y}" for y in labels[:8].tolist()])
+        """
+        if self.is_attached:
+            self.trainer.log_visual("log_image", key, images, caption=caption)
+
+    def log_figure(self, key: str, figure: Any) -> None:
+        """Log a matplotlib figure at the current step, as :meth:`log_image` logs images. The figure stays open, so call
+        ``plt.close(figure)`` afterwards.
+
+        Args:
+            key: name of the figure.
+            figure: a ``matplotlib.figure.Figure``.
+
+        Raises:
+            RoomierError: ``figure`` is not a figure, or no step or epoch is running.
+
+        Example:
+            >>> self.log_figure("confusion", figure)
+        """
+        if self.is_attached:
+            self.trainer.log_visual("log_figure", key, figure)
+
+    def log_histogram(self, key: str, values: Any, *, bins: int | Sequence[float] = 64) -> None:
+        """Log a histogram of ``values`` at the current step. Loggers that cannot show histograms report it once.
+
+        The histogram of a sharded tensor counts the values of all shards, so every rank must call this method. For any
+        other value, only rank 0 counts. Values that are not finite are ignored. This method waits for the device.
+
+        Args:
+            key: name of the histogram.
+            values: a tensor of any shape, an array, or numbers.
+            bins: number of bins of equal width between the smallest and the largest value (at most 512), or the edges
+                of the bins.
+
+        Raises:
+            RoomierError: ``values`` are not real numbers, ``bins`` is invalid, or no step or epoch is running.
+
+        Example:
+            >>> self.log_histogram("logits", logits)
+        """
+        if self.is_attached:
+            self.trainer.log_visual("log_histogram", key, values, bins=bins)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Call ``print`` on rank 0 only."""
         if self.global_rank == 0:
@@ -319,7 +379,7 @@ class Module(HasHyperParameters, ModuleHooks):
 
         Args:
             use_pl_optimizer: if True, return optimizers whose ``step`` increments ``global_step`` and calls the hooks.
-                If False, return the optimizers of torch.
+                If False, return the torch optimizers.
         """
         found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found

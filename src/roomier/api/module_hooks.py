@@ -74,7 +74,7 @@ class DataHooks:
 
 
 class ModuleHooks(DataHooks, nn.Module):
-    """Hooks of :class:`roomier.Module`. The defaults are empty, unless the docstring describes a default.
+    """Hooks of :class:`roomier.Module`. By default, a hook does nothing, unless its docstring describes a default.
 
     Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
     called first.

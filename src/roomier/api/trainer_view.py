@@ -22,6 +22,27 @@ if TYPE_CHECKING:
     from roomier.plan import Plan
 
 
+class MetricsSnapshot(dict[str, Any]):
+    """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
+
+    Args:
+        metrics: current values by name.
+        given: dict that stores the assigned values.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
+        super().__init__(metrics)
+        self._given = given
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._given[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
 class TrainerView(Protocol):
     """The interface of the Trainer for its callbacks and modules. :class:`roomier.Trainer` derives from it.
 
@@ -32,6 +53,8 @@ class TrainerView(Protocol):
         should_stop: set it to True to end training at the next save point. With several ranks, it is sufficient that
             one rank sets this attribute.
         state: method, loop and status of the last call.
+        loaders_of_calls: loaders of the last call of each method.
+        num_batches_of: number of batches of each evaluation loader, by method.
         datamodule: the DataModule of the last call; None if no DataModule was passed.
         options: settings of the loop.
         plan: the plan of the last run; before the first run, the requested plan.
@@ -52,6 +75,7 @@ class TrainerView(Protocol):
         callbacks: all callbacks (of roomier or of Lightning), in the order of their calls.
         manual_optimizers: the optimizers for manual optimization, whose ``step`` increments ``global_step``.
         loggers: all loggers.
+        given_metrics: metrics that callbacks assigned, for each kind of metrics.
         predict_loop: view of the prediction loop, with the attribute names of Lightning's loop.
         world: position of this process among all processes.
         ranks: the ranks of the last call.
@@ -145,41 +169,59 @@ class TrainerView(Protocol):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader, for all ranks together."""
+        """Number of batches of each validation loader in the last fit or the last call of ``validate``, for all ranks
+        together."""
+        return list(self.num_batches_of.get("validate" if self.state.fn == "validate" else "fit", ()))
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader in the sanity check."""
+        """Number of batches of each validation loader in the sanity check before training."""
+        return [min(self.options.num_sanity_val_steps, number) for number in self.num_batches_of.get("fit", ())]
 
     @property
     def num_test_batches(self) -> list[float]:
         """Number of batches of each test loader, for all ranks together."""
+        return list(self.num_batches_of.get("test", ()))
 
     @property
     def num_predict_batches(self) -> list[float]:
         """Number of batches of each prediction loader, for all ranks together."""
+        return list(self.num_batches_of.get("predict", ()))
+
+    loaders_of_calls: dict[str, Any]
+    num_batches_of: dict[str, list[float]]
+
+    @property
+    def seen_loaders(self) -> dict[str, Any]:
+        """The loaders that the user passed or defined. Keys: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader of the last run."""
+        """The training loader, in the form in which it was passed or defined. None before the first fit."""
+        return self.seen_loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders of the last run."""
+        """The validation loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders of the last run."""
+        """The test loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders of the last run."""
+        """The prediction loaders, in the form in which they were passed or defined."""
+        return self.seen_loaders.get("predict")
 
     datamodule: Any
 
     @property
     def enable_validation(self) -> bool:
-        """True if the last call is a ``fit`` or ``validate`` with validation batches."""
+        """True if a fit runs validation. The value is valid after the loaders are created."""
+        return self.state.fn in ("fit", "validate") and bool(self.num_val_batches)
 
     # Settings
 
@@ -337,17 +379,29 @@ class TrainerView(Protocol):
 
     # Metrics
 
+    given_metrics: dict[str, dict[str, Any]]
+
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values."""
+        """All logged values. If a callback assigns a value, this value is returned until a value is logged under the
+        same name."""
+        return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Logged values for the loggers, keyed by column."""
+        """Latest value of each column in the log, even if its row has not been written yet."""
+        return self._shown("logged")
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Logged values for the progress bar."""
+        """Values logged with ``prog_bar=True``, as numbers. Reading the values waits for the device."""
+        return self._shown("progress_bar")
+
+    def _shown(self, what: str) -> dict[str, Any]:
+        given = self.given_metrics[what]
+        if self.run is None:
+            return MetricsSnapshot(given, given)
+        return MetricsSnapshot({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
 
     @property
     def progress_bar_dict(self) -> dict[str, float]:
@@ -356,6 +410,10 @@ class TrainerView(Protocol):
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
+
+    def log_visual(self, method: str, key: str, value: Any, **options: Any) -> None:
+        """Call ``method`` of the loggers at the current step: ``"log_image"``, ``"log_figure"`` or
+        ``"log_histogram"``."""
 
     # Ranks and files
 
@@ -371,6 +429,17 @@ class TrainerView(Protocol):
     def global_rank(self) -> int:
         """Rank of this process among all processes."""
         return self.world.rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of groups of ranks that read different samples. This is :attr:`world_size`, unless several ranks
+        compute parts of the same samples."""
+        return self.plan.parallel.num_data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the group of ranks that read the same samples as this rank, from 0 to ``num_data_ranks - 1``."""
+        return self.plan.parallel.mesh_on(self.world).data.rank
 
     @property
     def local_rank(self) -> int:

@@ -13,6 +13,7 @@ _HOMES = {  # modules are imported on first access
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation",
+    "HistogramMonitor": "histogram_monitor",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
     "MemoryAnatomy": "memory_anatomy",
@@ -20,8 +21,10 @@ _HOMES = {  # modules are imported on first access
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "OptunaPruning": "sweeps",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
+    "RayTuneReport": "sweeps",
     "RichModelSummary": "model_summary",
     "SpikeGuard": "spike_guard",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from roomier.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from roomier.callbacks.forecast import MemoryForecast as MemoryForecast
     from roomier.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from roomier.callbacks.histogram_monitor import HistogramMonitor as HistogramMonitor
     from roomier.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from roomier.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from roomier.callbacks.memory_anatomy import MemoryAnatomy as MemoryAnatomy
@@ -50,6 +54,8 @@ if TYPE_CHECKING:
     from roomier.callbacks.progress import ProgressBar as ProgressBar
     from roomier.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from roomier.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from roomier.callbacks.sweeps import OptunaPruning as OptunaPruning
+    from roomier.callbacks.sweeps import RayTuneReport as RayTuneReport
     from roomier.callbacks.throughput import Throughput as Throughput
     from roomier.callbacks.timer import Timer as Timer
     from roomier.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging

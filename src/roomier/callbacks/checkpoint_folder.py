@@ -13,10 +13,13 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.callbacks.monitored import scalar
-from roomier.checkpoint.commit import names_being_written
+from roomier.checkpoint.commit import at_home, names_being_written
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import RECORD_NAME
+from roomier.checkpoint.uploads import Uploads
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.paths import protocol_of
+from roomier.storage.mirror import local_of, remote_of
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
 
@@ -84,12 +87,15 @@ def first_free_name(name: str, taken: Container[str], suffix: str = "") -> str:
     return candidate
 
 
-def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the entries in ``folder``, without links and hidden entries."""
-    if not folder.is_dir():
-        return ()
-    entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
-    return tuple(sorted(path.name for path in entries))
+def names_in(folder: Path, *, also_remote: bool = False) -> tuple[str, ...]:
+    """Return the sorted names of the entries in ``folder``, without links and hidden entries.
+
+    Args:
+        also_remote: True to include the entries in remote storage if ``folder`` is a mirror.
+    """
+    remote = remote_of(folder) if also_remote else None
+    entries = [path for each in (folder, remote) if each is not None and each.is_dir() for path in each.iterdir()]
+    return tuple(sorted({path.name for path in entries if not path.is_symlink() and not path.name.startswith(".")}))
 
 
 def choose_name(
@@ -119,8 +125,12 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / RECORD_NAME).is_file() or is_lightning_file(path)
 
 
-def remove_saved(path: str, *, is_file: bool) -> None:
-    """Remove the checkpoint folder ``path`` if it exists, or the checkpoint file ``path`` if ``is_file`` is True.
+def remove_saved(path: str, uploads: Uploads | None, *, is_file: bool = False) -> None:
+    """Remove the checkpoint folder ``path`` if it exists, or the checkpoint file ``path`` if ``is_file`` is True, and
+    its copy in remote storage.
+
+    Args:
+        uploads: the uploads of the run, or None.
 
     Raises:
         CheckpointError: the folder cannot be removed.
@@ -130,17 +140,26 @@ def remove_saved(path: str, *, is_file: bool) -> None:
         checkpoint.remove(path)
     elif is_file and os.path.isfile(path):
         os.unlink(path)
+    if uploads is not None:
+        uploads.remove(Path(path))
+
+
+def local_text(path: str) -> str:
+    """Return the path of the mirror if ``path`` is an address, otherwise ``path``."""
+    return str(local_of(at_home(path))) if protocol_of(path) else path
 
 
 def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it; ``""`` if none does."""
     for folder in folders if name else ():
-        path = os.path.join(folder, name)
+        path = os.path.join(folder, local_text(name))
         if os.path.islink(path):  # the link "last", which other checkpoints may replace
             path = os.path.join(os.path.dirname(path), os.readlink(path))
         if is_lightning_file(path):  # a single file, which peek does not support
             return path
-        with suppress(CheckpointError):
-            checkpoint.peek(path)
-            return path
+        for copy in (path, remote_of(path)):
+            with suppress(CheckpointError):
+                if copy is not None:
+                    checkpoint.peek(copy)
+                    return path
     return ""

@@ -18,8 +18,8 @@ class DeviceStatsMonitor(Callback):
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
     (a size in bytes, with torch's name), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The
-    callback logs these metrics before and after each log step, and after each validation and test run. The values are
-    from the first rank. The callback reads the statistics without synchronizing with the device.
+    callback logs the values of the first rank before and after each log step, and after each validation and test run.
+    Reading them does not synchronize with the device.
 
     Args:
         cpu_stats: if True, log the load of the host; None logs the load only if training runs on the CPU.

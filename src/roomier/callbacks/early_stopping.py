@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
+from roomier.callbacks.monitored import ChecksMetric, Monitored, check_mode
 from roomier.core.errors import RoomierError, check_integer
 from roomier.core.forms import anything, count, fields, tensor
 from roomier.core.keywords import explain_unknown_keywords
@@ -29,12 +28,12 @@ class EarlyStoppingReason(Enum):
     NON_FINITE_METRIC = 4
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(ChecksMetric):
     """Callback that stops training if a monitored metric stops improving. The arguments have the same meaning as in
     Lightning.
 
-    At each check, the callback compares ``monitor`` with its best value. To stop the run, the callback sets
-    ``trainer.should_stop``.
+    At each check, the callback compares ``monitor`` with its best value and with the thresholds. If one of the
+    conditions below is met, it sets ``trainer.should_stop``, which ends the run.
 
     Args:
         monitor: the logged metric.
@@ -66,8 +65,6 @@ class EarlyStopping(Callback):
     """
 
     reads_parameters = False
-
-    monitors = True
 
     @explain_unknown_keywords("callbacks.EarlyStopping")
     def __init__(
@@ -105,7 +102,6 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._is_fitting = False
 
     @property
     def state_key(self) -> str:
@@ -131,19 +127,9 @@ class EarlyStopping(Callback):
         self.patience = state_dict["patience"]
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        self._is_fitting = stage == "fit"
+        super().setup(trainer, pl_module, stage)
         if self._is_fitting:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
-
-    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._is_fitting and not trainer.sanity_checking:
-            self._monitored.was_validated = True
-            if not acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
-                self._check(trainer)
-
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
-            self._check(trainer)
 
     def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:

@@ -198,7 +198,7 @@ class BaseFinetuning(Callback):
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Restore the parameter groups of the saved run and remove parameter groups that were added later.
 
-        Therefore, a run that returns to an earlier checkpoint can add the removed groups again. Returns an empty dict,
+        A run that returns to an earlier checkpoint can therefore add the removed groups again. Returns an empty dict,
         because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roomier.api.callback import KeepsWeights, kept_by
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.callbacks.tracked_step import TracksStep, tracked_step
+from roomier.callbacks.tracked_step import TracksStep
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.log import notice
 from roomier.planner.hardware import this_machine
@@ -25,8 +25,8 @@ class MemoryForecast(TracksStep):
     """Callback that measures the peak memory of one of the first steps, and prints the forecast and the measurement in
     one line.
 
-    The callback writes the forecast and the measurement to ``forecast.json`` in the run folder, for ``roomier report
-    RUN``. The callback logs ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
+    Both values are also written to ``forecast.json`` in the run folder, which ``roomier report RUN`` reads, and logged
+    as ``memory/forecast_bytes`` and ``memory/measured_bytes`` for the rank with the highest peak.
 
     By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
     with at least 1 GiB of model states on a rank. Compiled runs are excluded, because a tracked step runs uncompiled,
@@ -53,46 +53,33 @@ class MemoryForecast(TracksStep):
         >>> trainer = roomier.Trainer(callbacks=[MemoryForecast(at_step=10)])
     """
 
+    reads_parameters = False
+
     def __init__(self, at_step: int | None = None) -> None:
         super().__init__(at_step)
         self.record: ForecastRecord | None = None
         self._workload: Workload | None = None
-        self._first_step = 2
-        self._step: int | None = None  # None before the first batch
-        self._is_over = True
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self.record = self._workload = self._tracked = self._step = None
-        self._is_over = True
+        self.record = self._workload = self._tracked = self.next_step = None
         if not pl_module.automatic_optimization:
             notice("MemoryForecast: a forecast is not available for modules with manual optimization")
             return
-        self._first_step = self.step_to_track(trainer)
-        self._is_over = False
+        self.next_step = self.step_to_track(trainer)
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self._is_over:
+        if self.next_step is None:
             return
-        if self._step is None:  # first batch; on_train_start of every callback has run
-            self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
-        if trainer.global_step < self._step - 2:
-            return
-        if self._tracked is None:
-            self._tracked = tracked_step(trainer, self._step)
-        if trainer.global_step == self._step - 1:
+        if self._tracked is None and self.at_step is None:  # shares the tracker of a MemoryAnatomy
+            others = (each for each in trainer.callbacks if isinstance(each, TracksStep) and each is not self)
+            self.next_step = next((each.next_step for each in others), None) or self.next_step
+        if trainer.global_step == self.next_step - 1:
             self._note_workload(trainer, batch)
-        self._tracked.begin_batch(trainer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if not self._is_over:
-            notice(f"MemoryForecast: training ended before step {self._step or self._first_step}, the step to track")
-
-    def _shared_step(self, trainer: TrainerView) -> int:
-        """Return the next step that a MemoryAnatomy tracks, to share its tracker; otherwise, the default step."""
-        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late import: loads rich
-
-        steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
-        return next(steps, None) or self._first_step
+        if self.next_step is not None:
+            notice(f"MemoryForecast: training ended before step {self.next_step}, the step to track")
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
         """Store the shapes of ``batch`` if it is the largest micro-batch of the tracked step so far. The last
@@ -106,7 +93,7 @@ class MemoryForecast(TracksStep):
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         from roomier.planner.measured.record import ForecastRecord  # late import: loading torch's sharding code is slow
 
-        self._is_over = True
+        self.next_step = None
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
         workload, self._workload = self._workload, None

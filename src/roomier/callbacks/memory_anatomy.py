@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.callbacks.tracked_step import TracksStep, tracked_step
+from roomier.callbacks.tracked_step import TracksStep
 from roomier.core.errors import check_integer
 from roomier.core.log import notice
 from roomier.planner.memory.anatomy_table import Anatomy, KeepsPeak
@@ -44,23 +44,17 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
     """
 
+    reads_parameters = False
+
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
         super().__init__(at_step)
         if every_n_steps is not None:
             check_integer("every_n_steps", every_n_steps, 2, "Use a larger number, or None")
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
-        self.next_step: int | None = None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self.next_step = self.step_to_track(trainer)
-
-    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self.next_step is None or trainer.global_step < self.next_step - 2:
-            return
-        if self._tracked is None:
-            self._tracked = tracked_step(trainer, self.next_step)
-        self._tracked.begin_batch(trainer)
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:

@@ -23,6 +23,7 @@ from roomier.callbacks.checkpoint_folder import (
     choose_name,
     find_complete,
     format_name,
+    local_text,
     metrics_named_in,
     names_in,
     remove_saved,
@@ -30,23 +31,24 @@ from roomier.callbacks.checkpoint_folder import (
 from roomier.callbacks.checkpoint_ledger import Ledger, Retention, ledger_form
 from roomier.callbacks.monitored import Monitored, acts_at_epoch_end, check_mode
 from roomier.callbacks.on_exception_checkpoint import check_saves_weights, save_weights_after
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import SUFFIX
+from roomier.checkpoint.uploads import Uploads
 from roomier.core.errors import CheckpointError, RoomierError, check_integer
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
-from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing_path
 from roomier.core.units import parse_duration_s
 from roomier.run.run import run_of
+from roomier.storage.mirror import local_of, remote_of, shown
 
 
 class Interval:
     """Time interval of ``length_s`` seconds, measured by the clock of rank 0. The interval restarts when it ends.
 
-    The ranks do not communicate in every step. Rank 0 sets the number of steps until the next check. This number is
-    half of the steps that fit into the remaining time at the recent speed. Therefore, an interval of any length
-    requires only a few checks.
+    To avoid communication in every step, rank 0 sets the number of steps until the next check: half of the steps that
+    fit into the remaining time at the recent speed. An interval of any length therefore requires only a few checks.
     """
 
     def __init__(self, length_s: float) -> None:
@@ -155,13 +157,13 @@ class ModelCheckpoint(Callback):
             ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
         train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``. With
             ``timedelta(0)``, save in each step.
-        every_n_epochs: number of epochs between saves. With 0, and without another interval, save only for
-            ``save_last``.
+        every_n_epochs: number of epochs between saves. If it is 0 and no other interval is set, checkpoints are saved
+            only for ``save_last``.
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: if True, continue training while a checkpoint is written. Training waits only until the state is
-            copied to host memory. The host memory must have enough space for the copy. The attributes of this callback
-            contain only committed checkpoints.
+            copied to host memory, which must have enough space for the copy. The attributes of this callback contain
+            only committed checkpoints.
         enable_version_counter: if True, append ``-v1``, ``-v2``, ... if a checkpoint that must be kept has the same
             name; if False, replace that checkpoint.
 
@@ -172,14 +174,14 @@ class ModelCheckpoint(Callback):
         >>> trainer = roomier.Trainer(callbacks=[ModelCheckpoint(monitor="val_loss", save_top_k=3)])
 
     [Note: names that are taken]
-    If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may have saved
-    checkpoints at these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
-    rename. A name is taken if a ModelCheckpoint of this run keeps the checkpoint with this name, or if another run
-    wrote a checkpoint with this name. The checkpoint names of other runs are part of the callback's state.
+    If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may already have saved
+    checkpoints at these steps. The new ones are bitwise identical and replace them by a rename. A name is taken if a
+    ModelCheckpoint of this run keeps the checkpoint with this name, or if another run wrote a checkpoint with this
+    name. The checkpoint names of other runs are part of the callback's state.
 
     [Note: ledger before the save]
-    A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. Therefore, the
-    ledger is updated before the save, and restored if the save fails.
+    A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. The ledger is
+    therefore updated before the save, and restored if the save fails.
     """
 
     reads_parameters, monitors = False, True
@@ -206,8 +208,8 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = False,
         format: Literal["folder", "lightning"] = "folder",
     ) -> None:
-        check_path("ModelCheckpoint(dirpath)", "." if dirpath is None else dirpath)
-        self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        own = None if dirpath is None else local_of(at_home(dirpath, "ModelCheckpoint(dirpath)", RoomierError))
+        self.dirpath = None if own is None else os.path.abspath(own)
         self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
         self.monitor = monitor
         self.verbose = verbose
@@ -260,7 +262,7 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """Path of the best kept checkpoint; ``""`` before the first save."""
-        return self._ledger.best(self._keep)[0]
+        return shown(self._ledger.best(self._keep)[0])
 
     @property
     def best_model_score(self) -> Tensor | None:
@@ -271,13 +273,15 @@ class ModelCheckpoint(Callback):
     def best_k_models(self) -> dict[str, Tensor]:
         """Scores of the top-k checkpoints, keyed by path, oldest first; empty if no metric is monitored."""
         return {
-            path: torch.tensor(score, dtype=torch.float64) for path, score in self._ledger.kept if score is not None
+            shown(path): torch.tensor(score, dtype=torch.float64)
+            for path, score in self._ledger.kept
+            if score is not None
         }
 
     @property
     def kth_best_model_path(self) -> str:
         """Path of the worst of the top-k checkpoints; ``""`` if fewer than k checkpoints are kept."""
-        return self._ledger.kth(self._keep)[0] if self.monitor else ""
+        return shown(self._ledger.kth(self._keep)[0]) if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
@@ -287,9 +291,10 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """Path of the link to the newest checkpoint if ``save_last`` is set; ``""`` before the first save. If the file
-        system does not support links, this is the path of the newest checkpoint."""
-        link = self._link_in(os.path.dirname(self._ledger.last))
-        return link if self._ledger.last and os.path.islink(link) else self._ledger.last
+        system or the remote storage does not support links, this is the path of the newest checkpoint."""
+        newest = shown(self._ledger.last)
+        link = self._link_in(os.path.dirname(newest))
+        return link if newest and os.path.islink(link) else newest
 
     @property
     def current_score(self) -> Tensor | None:
@@ -319,15 +324,15 @@ class ModelCheckpoint(Callback):
         self._ledger, self._foreign_names, self._due_step = trainer.ranks.from_zero(state)
         self._loaded_state = None
         # If the run was killed after a save, the remaining work of this save is completed.
-        trainer.ranks.on_zero(partial(self._follow_up, self._ledger.last, self._paths_of_others(trainer)))
+        trainer.ranks.on_zero(partial(self._follow_up, trainer, self._ledger.last, self._paths_of_others(trainer)))
 
     def _read_folder(self, is_in_run_folder: bool) -> None:
         assert self.dirpath is not None
         if self._loaded_state is not None:
             self._restore(self._loaded_state)
         if self._foreign_names is None:
-            self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
-        self._own_names = set(names_in(Path(self.dirpath))).difference(self._foreign_names)
+            self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath), also_remote=True)
+        self._own_names = set(names_in(Path(self.dirpath), also_remote=True)).difference(self._foreign_names)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval is not None:
@@ -446,17 +451,17 @@ class ModelCheckpoint(Callback):
             self._uncommitted = None
         path, score = ledger.newest_path, dict(ledger.kept).get(ledger.newest_path)
         if self.verbose:
-            notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
+            notice(f"saved {shown(path)}" + ("" if score is None else f" ({self.monitor} = {score})"))
         others = self._paths_of_others(trainer)
-        trainer.ranks.on_zero(partial(self._follow_up, path, others))
+        trainer.ranks.on_zero(partial(self._follow_up, trainer, path, others))
 
-    def _follow_up(self, path: str, paths_of_others: set[str]) -> None:
+    def _follow_up(self, trainer: TrainerView, path: str, paths_of_others: set[str]) -> None:
         """Complete the work after the save of ``path``. The link ``last`` is updated first, because the checkpoint to
         which this link points may be removed.
         """
-        if self._keep.last and path and Path(path).parent == Path(str(self.dirpath)):
+        if self._keep.last and os.path.exists(path) and Path(path).parent == Path(str(self.dirpath)):
             self._point_last_to(path)
-        self._remove_superseded(paths_of_others)
+        self._remove_superseded(paths_of_others, run_of(trainer, "ModelCheckpoint").uploads)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
         return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -490,16 +495,16 @@ class ModelCheckpoint(Callback):
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         return {path for other in others for path in other._ledger.paths | other._newest_ledger.paths}
 
-    def _remove_superseded(self, paths_of_others: set[str]) -> None:
+    def _remove_superseded(self, paths_of_others: set[str], uploads: Uploads | None) -> None:
         """Remove superseded checkpoints that no other callback keeps, if at least one kept checkpoint exists."""
         ledger = self._ledger
-        if not any(os.path.exists(path) for path in ledger.paths):
+        if not any(os.path.exists(path) or remote_of(path) for path in ledger.paths):
             return
         for path in set(ledger.superseded) - paths_of_others:
             if os.path.dirname(path) != self.dirpath or os.path.islink(path):
                 continue
             try:
-                remove_saved(path, is_file=self.format == "lightning")
+                remove_saved(path, uploads, is_file=self.format == "lightning")
             except (CheckpointError, OSError) as error:
                 notice(f"a superseded checkpoint was not removed: {error}")
 
@@ -527,7 +532,7 @@ class ModelCheckpoint(Callback):
         ledger = self._newest_ledger
         return {
             "monitor": self.monitor,
-            "dirpath": self.dirpath,
+            "dirpath": None if self.dirpath is None else shown(self.dirpath),
             "kept": [[self._name(path), score] for path, score in ledger.kept],
             "last": self._name(ledger.last),
             "superseded": [self._name(path) for path in ledger.superseded],
@@ -554,7 +559,7 @@ class ModelCheckpoint(Callback):
             self._restore(state_dict)
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        saved_dirpath = state_dict["dirpath"]
+        saved_dirpath = None if state_dict["dirpath"] is None else local_text(state_dict["dirpath"])
         folders = [folder for folder in (self.dirpath, saved_dirpath) if folder is not None]
         found = {
             name: find_complete(name, folders)
@@ -578,7 +583,7 @@ class ModelCheckpoint(Callback):
             self._foreign_names = tuple(state_dict["foreign_names"])
 
     def _name(self, path: str) -> str:
-        return os.path.basename(path) if os.path.dirname(path) == self.dirpath else path
+        return os.path.basename(path) if os.path.dirname(path) == self.dirpath else shown(path)
 
 
 def _tensor(score: float | None) -> Tensor | None:

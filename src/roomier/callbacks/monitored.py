@@ -1,9 +1,14 @@
-"""Metric that a callback monitors, with an error message for a metric that was not logged."""
+"""Metric that a callback monitors, with an error message for a metric that was not logged, and the hooks that check
+it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor
 
+from roomier.api.callback import Callback
+from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError, nearest
 from roomier.core.log import notice
@@ -103,3 +108,38 @@ def acts_at_epoch_end(given: bool | None, trainer: TrainerView) -> bool:
     interval = trainer.val_check_interval  # A number of batches (int), a fraction of an epoch (float), or a time
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1
+
+
+class ChecksMetric(Callback, ABC):
+    """Base class of callbacks that check a metric after each validation, or after each training epoch if all metrics of
+    an epoch are available then. Subclasses define ``_check``.
+
+    Attributes:
+        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). With None,
+            :func:`acts_at_epoch_end` decides.
+    """
+
+    reads_parameters = False
+
+    monitors = True
+
+    check_on_train_epoch_end: bool | None = None
+    _monitored: Monitored
+    _is_fitting = False
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        self._is_fitting = stage == "fit"
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        if self._is_fitting and not trainer.sanity_checking:
+            self._monitored.was_validated = True
+            if not acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
+                self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        if acts_at_epoch_end(self.check_on_train_epoch_end, trainer):
+            self._check(trainer)
+
+    @abstractmethod
+    def _check(self, trainer: TrainerView) -> None:
+        """Read the metric, and act on it."""

@@ -1,12 +1,12 @@
 """OnExceptionCheckpoint: callback that saves the weights when an error ends a run.
 
 [Note: state after an error]
-An error occurs in the middle of a step. Random states, running statistics, metrics and the position in the data have
-already advanced, so the loop cannot resume from this point. Restoring the state of the last save point would require a
-copy of the full state in each step. Therefore, this callback saves only the weights, for inspection or as the start of
-a new fit. To resume a run exactly, use a checkpoint of ModelCheckpoint.
+An error occurs in the middle of a step, when random states, running statistics, metrics and the position in the data
+have already advanced, so a run cannot resume from this point. Restoring the state of the last save point instead would
+require a copy of the full state in each step. This callback therefore saves only the weights, for inspection or as the
+start of a new fit. To resume a run exactly, use a checkpoint of ModelCheckpoint.
 
-The ranks do not communicate, because other ranks may have exited or may be waiting in a different collective. Each rank
+The ranks do not communicate, because the others may have exited or may be waiting in a different collective. Each rank
 that raises an error writes its own weights.
 """
 
@@ -22,23 +22,23 @@ from roomier.api.callback import Callback
 from roomier.api.hparams import plain_items
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import lightning_entries
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing_path
+from roomier.storage.mirror import local_of, remote_of, shown
 
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 
 class OnExceptionCheckpoint(Callback):
-    """Callback that saves the weights to ``<dirpath>/<filename>`` when an error ends a fit. The checkpoint contains
-    weights only.
+    """Callback that saves the weights to ``<dirpath>/<filename>`` when an error ends a fit. An existing
+    checkpoint is replaced.
 
-    Load the checkpoint with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced.
-    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The notice about the error contains the
-    path of that checkpoint.
+    The checkpoint contains only weights, so load it with ``load_from_checkpoint`` or ``fit(..., weights=...)``. To
+    resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`, whose path is in the notice about the error.
 
     With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
     ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,
@@ -61,15 +61,14 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise RoomierError("OnExceptionCheckpoint(filename)", filename, "must not be empty", "Pass a name")
-        check_path("OnExceptionCheckpoint(dirpath)", dirpath)
-        self.dirpath = Path(dirpath)
+        self.dirpath = local_of(at_home(dirpath, "OnExceptionCheckpoint(dirpath)", RoomierError))
         self.filename = filename
         self._is_training = False
 
     @property
     def ckpt_path(self) -> str:
         """Path of the checkpoint that the first rank writes."""
-        return str(self.dirpath / self.filename)
+        return shown(self.dirpath / self.filename)
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_training = False
@@ -130,13 +129,15 @@ def save_weights_after(
                 torch.save({**lightning_entries(state), "state_dict": weights}, aside)
         else:
             checkpoint.save(path, state, Ranks())
+        if remote_of(path) is not None:
+            checkpoint.upload(path)
     except Exception as error:  # an error in the save must not replace the error that ended the run
         notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
         return
     way = "this run has no checkpoint from which it can resume exactly"
     if run.saves.path is not None:
-        way = f"to resume exactly, use {run.saves.path} (step {run.saves.step})"
-    notice(f"{type(exception).__name__} in the step after {step}: the weights were saved to {path}; {way}")
+        way = f"to resume exactly, use {shown(run.saves.path)} (step {run.saves.step})"
+    notice(f"{type(exception).__name__} in the step after {step}: the weights were saved to {shown(path)}; {way}")
 
 
 def _is_finite(tensor: Any) -> bool:

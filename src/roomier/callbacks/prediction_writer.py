@@ -102,12 +102,12 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if "batch" in self.interval:
+        if "batch" in self.interval and trainer.ranks.peers.is_zero:
             indices = trainer.predict_loop.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if "epoch" in self.interval:
+        if "epoch" in self.interval and trainer.ranks.peers.is_zero:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
 
@@ -138,7 +138,7 @@ class PredictionWriter(Callback):
         """Write all ``predictions`` of this rank. ``predictions`` has one item per batch, or one list per loader."""
         assert self.output_dir is not None
         content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
-        _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")
+        _save(content, self.output_dir / f"predictions-rank-{trainer.data_rank}.pt")
 
 
 def _save(content: Any, path: Path) -> None:

@@ -14,7 +14,9 @@ from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.progress_display import BarDisplay, LineDisplay, Standing
+from roomier.callbacks.throughput import num_tokens_of
 from roomier.core.errors import RoomierError
+from roomier.core.tree import batch_size_of
 from roomier.run.run import run_of
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class ProgressBar(BatchCounts, Callback):
 
     Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, the bar is redrawn only when
     ``refresh_interval_s`` has passed, so the overhead per step is less than a microsecond. The displayed rate is the
-    mean since training started, excluding the first batch (warm-up), validation and saving.
+    mean since training started, excluding the first batch (warm-up), validation and saving. The samples or tokens per
+    second are this rate times the mean size of the batches at which the bar was drawn, on all ranks.
 
     Args:
         refresh_interval_s: minimum time between two redraws, in seconds.
@@ -96,6 +99,7 @@ class ProgressBar(BatchCounts, Callback):
         self._next_draw_s = math.inf
         self._metrics: dict[str, float] = {}
         self._num_timed_batches = -1  # the first batch starts the clock
+        self._item, self._num_items, self._num_counted = "samples", 0, 0
         self._clock_began_s = 0.0
         self._title, self._num_total = "", math.inf
         self._num_evaluated = 0.0
@@ -122,6 +126,7 @@ class ProgressBar(BatchCounts, Callback):
         self._log_every_n_steps = trainer.log_every_n_steps
         self._log_interval = trainer.global_step // self._log_every_n_steps
         self._num_timed_batches = -1
+        self._num_items = self._num_counted = 0
         self._metrics = {}
         self._rest_began_s = None
         self._logged_step = -1
@@ -152,7 +157,17 @@ class ProgressBar(BatchCounts, Callback):
             self._clock_began_s = now_s
         is_log_step = log_interval != self._log_interval
         self._log_interval = log_interval
+        if self._display is not None:
+            self._count_items(batch)
         self._draw_training(trainer, batch_idx + 1, is_log_step)
+
+    def _count_items(self, batch: Any) -> None:
+        """Add the tokens of ``batch``, or its samples if it has no tokens. Only batches that are drawn are counted, so
+        that steps between them have no overhead. Sizes are read from shapes."""
+        num_tokens = num_tokens_of(batch)
+        self._item = "tokens" if num_tokens else "samples"
+        self._num_items += num_tokens or batch_size_of(batch)
+        self._num_counted += 1
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._next_draw_s = 0.0  # the first batch of the next epoch redraws the bar
@@ -189,6 +204,8 @@ class ProgressBar(BatchCounts, Callback):
                 num_total=trainer.num_training_batches,
                 step_text=f"step {trainer.global_step}{of_steps}",
                 batches_per_s=batches_per_s,
+                items_per_s=batches_per_s * trainer.num_data_ranks * self._num_items / max(self._num_counted, 1),
+                item=self._item,
                 left_s=num_left / batches_per_s if batches_per_s else math.inf,
                 metrics=self._metrics,
             )
@@ -212,7 +229,7 @@ class ProgressBar(BatchCounts, Callback):
 
     def on_validation_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         # In each round, every rank evaluates one batch, but the last round can be incomplete.
-        self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
+        self._num_evaluated = min(self._num_evaluated + trainer.num_data_ranks, self._num_total)
         if time.monotonic() >= self._next_draw_s and self._display is not None:
             self._display.draw(self._evaluation_progress({}))
             self._schedule_redraw()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from roomier.core.metric_names import printable
+from roomier.core.units import format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,8 @@ class Standing:
         batches_per_s: batches per second; 0 if the speed is unknown.
         left_s: remaining seconds of the stage, or of the run during training; infinite if unknown.
         metrics: values to show; the keys are metric names.
+        items_per_s: samples or tokens per second on all ranks; 0 if unknown.
+        item: ``"samples"`` or ``"tokens"``.
     """
 
     title: str
@@ -36,13 +39,17 @@ class Standing:
     batches_per_s: float = 0.0
     left_s: float = math.inf
     metrics: Mapping[str, float] = field(default_factory=dict)
+    items_per_s: float = 0.0
+    item: str = "samples"
 
     def texts(self, done: str) -> list[str]:
         """Return the non-empty texts of a line. ``done`` is the text for the completed batches."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
+        number = format_count(self.items_per_s) if self.items_per_s >= 1000 else rate_text(self.items_per_s)
+        items = f"{number} {self.item}/s" if self.items_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
-        return [text for text in (self.step_text, done, rate, left, metrics) if text]
+        return [text for text in (self.step_text, done, rate, items, left, metrics) if text]
 
 
 def rate_text(rate: float) -> str:

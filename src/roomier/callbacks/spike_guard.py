@@ -2,8 +2,8 @@
 
 [Note: synchronization]
 To skip a step, the callback must read its loss and gradient norm before the update, so the host waits for the device
-once per step. For a rollback or a stop, the loss and the norm stay on the device. The callback reads them when a log
-row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
+once per step. For a rollback or a stop, the loss and the norm stay on the device until a log row is written or a
+checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
 The following parts of the run are restored to their state before the batch: weights, optimizer states, schedulers, loss
@@ -12,8 +12,8 @@ in the data, the random states, torchmetrics objects and the effects of user hoo
 
 [Note: rollback]
 After a loss spike, PaLM (Chowdhery et al. 2022, section 5.1) restarted from an earlier checkpoint and skipped the
-batches around the spike. In roomier, the run resumes from its last checkpoint and repeats every step except the bad
-steps. The log contains the rows of repeated steps twice.
+batches around the spike. A rollback does the same: the run resumes from its last checkpoint and repeats every step
+except the bad ones. The log contains the rows of repeated steps twice.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class SpikeGuard(Callback):
         epoch, batch_idx = place
         run = run_of(trainer, "SpikeGuard")
         samples = run.source.sample_indices(batch_idx, size) if epoch == run.progress.epoch else None
-        of_ranks = [each for each in trainer.ranks.gather(samples) if each is not None]
+        of_ranks = [each for each in trainer.ranks.data.gather(samples) if each is not None]
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"
         if of_ranks:
             numbers = sorted(number for each in of_ranks for number in each)

@@ -115,7 +115,7 @@ class Throughput(Callback):
         assert self._began_s is not None
         elapsed_s = max(now_s - self._began_s, 1e-9)
         counts = torch.tensor([self._num_samples, self._num_tokens, self._num_flops], dtype=torch.float64)
-        num_samples, num_tokens, num_flops = trainer.ranks.sum(counts).tolist()
+        num_samples, num_tokens, num_flops = trainer.ranks.data.sum(counts).tolist()
         rates = {"samples_per_s": num_samples / elapsed_s}
         if num_tokens:
             rates["tokens_per_s"] = num_tokens / elapsed_s

@@ -116,8 +116,8 @@ class TrackedStep:
 
 
 class TracksStep(Callback, ABC):
-    """Base class for callbacks that evaluate a tracked step. A subclass must set ``_tracked`` and call its
-    ``begin_batch`` before each batch.
+    """Base class for callbacks that evaluate a tracked step. A subclass must set ``next_step`` when training
+    starts.
 
     Args:
         at_step: step to track, counted from 1 at the start of the fit; None selects the first representative step.
@@ -127,6 +127,8 @@ class TracksStep(Callback, ABC):
     """
 
     reads_parameters = False
+    next_step: int | None = None
+    """Number of the next step to track; None if no further step is tracked."""
     _tracked: TrackedStep | None = None
 
     def __init__(self, at_step: int | None) -> None:
@@ -136,7 +138,7 @@ class TracksStep(Callback, ABC):
         self.at_step = at_step
 
     def step_to_track(self, trainer: TrainerView) -> int:
-        """Return the number of the step to track in the run, when training starts.
+        """Return the number of the step to track, counted over the run. Called when training starts.
 
         Raises:
             RoomierError: ``at_step`` is too small for an activation budget.
@@ -145,6 +147,13 @@ class TracksStep(Callback, ABC):
             problem = "must be at least 4, because an activation budget runs measurements before step 4"
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         return trainer.global_step + (self.at_step or usual_step_of(trainer))
+
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self.next_step is None or trainer.global_step < self.next_step - 2:
+            return
+        if self._tracked is None:
+            self._tracked = tracked_step(trainer, self.next_step)
+        self._tracked.begin_batch(trainer)
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         if self._tracked is None:

@@ -9,6 +9,7 @@ from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
 from roomier.checkpoint.module import load_datamodule, load_module
 from roomier.checkpoint.tree import TensorSpec
+from roomier.checkpoint.uploads import upload
 from roomier.checkpoint.verbs import UNREAD, load, peek, save
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "peek",
     "remove",
     "save",
+    "upload",
     "verify",
 ]

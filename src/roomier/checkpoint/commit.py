@@ -1,8 +1,8 @@
 """Atomic commit of a checkpoint folder: a single rename makes the complete folder visible.
 
 [Note: state after a kill]
-A folder is filled under the name ``.tmp-<name>@<owner>`` next to its target, flushed, and renamed. A folder cannot be
-renamed to the path of a folder that is not empty. Therefore, if the target exists, it is first renamed to
+A folder is filled under the name ``.tmp-<name>@<owner>`` next to its target, flushed, and renamed. Because a folder
+cannot be renamed to the path of a folder that is not empty, an existing target is first renamed to
 ``.old-<name>@<owner>``. A killed process leaves one of three states:
 
 1. before the first rename     target: the old checkpoint    (``.tmp-``: incomplete or unused)
@@ -10,10 +10,10 @@ renamed to the path of a folder that is not empty. Therefore, if the target exis
 3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
 In each state, a complete checkpoint exists, under the name of the target or, in state 2, under an ``.old-`` name.
-:func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find the checkpoint under both names. The next
-save into the same parent folder clears the folders of dead processes. In state 2, this save restores the name of the
-old checkpoint. It deletes all other leftovers of dead processes. Deletion starts with the record, because a folder
-without a record is not a complete checkpoint.
+:func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find it under both names. The next save into
+the same parent folder clears the folders of dead processes: in state 2, it restores the name of the old checkpoint, and
+it deletes all other leftovers. Deletion starts with the record, because a folder without a record is not a complete
+checkpoint.
 """
 
 import errno
@@ -27,10 +27,11 @@ from pathlib import Path
 
 from roomier.checkpoint.record import RECORD_NAME, has_lost_record
 from roomier.core.disk_space import NO_SPACE, shortage
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
-from roomier.core.paths import check_path
+from roomier.core.paths import check_path, protocol_of
 from roomier.core.replacing import OWNER, is_abandoned, new_owner, this_host
+from roomier.storage.remote_path import RemotePath, path_of
 
 SET_ASIDE_SUFFIX = ".damaged"
 
@@ -148,18 +149,25 @@ def _put_in_place(aside: Path, target: Path) -> None:
         _delete(replaced)
 
 
-def at_home(path: str | Path) -> Path:
-    """Return ``path`` with ``~`` replaced by the home folder.
+def at_home(path: str | Path, field: str = "checkpoint", kind: type[RoomierError] = CheckpointError) -> Path:
+    """Return ``path`` with ``~`` replaced by the home folder. An address such as ``"s3://..."`` becomes a RemotePath.
+
+    Args:
+        field: argument that the path was passed to, for the error message.
+        kind: class of the error.
 
     Raises:
-        CheckpointError: see :func:`roomier.core.paths.check_path`.
+        RoomierError: see :func:`roomier.core.paths.check_path` and :func:`roomier.storage.remote_path.path_of`.
     """
-    check_path("checkpoint", path, CheckpointError)
+    if protocol_of(path):
+        return path_of(field, path, kind)
+    check_path(field, path, kind)
     return Path(os.path.expanduser(path))
 
 
 def absolute(path: str | Path) -> Path:
     """Return the absolute path of ``path``, with ``~`` replaced by the home folder."""
+    check_path("checkpoint", path, CheckpointError)
     return Path(os.path.abspath(at_home(path)))
 
 
@@ -190,16 +198,18 @@ def remove(path: str | Path) -> None:
         notice(f"could not delete all files of a removed checkpoint; the rest uses disk space in {doomed}")
 
 
-def surviving_path(path: Path) -> Path:
+def surviving_path(path: str | Path) -> Path:
     """Return ``path``, or the ``.old-`` path if a process was killed while it replaced the checkpoint at ``path``."""
     path = at_home(path)
-    if os.path.lexists(path) or not path.parent.is_dir():
+    if isinstance(path, RemotePath) or os.path.lexists(path) or not path.parent.is_dir():
         return path
     return next((old for old in replaced_in(path.parent) if old.name.startswith(f".old-{path.name}@")), path)
 
 
 def replaced_in(folder: Path) -> list[Path]:
-    """Return the ``.old-`` folders in ``folder`` whose target does not exist."""
+    """Return the ``.old-`` folders in ``folder`` whose target does not exist. Remote storage has no such folders."""
+    if isinstance(folder, RemotePath):
+        return []
     asides = [aside for path in folder.iterdir() if (aside := _Aside.parse(path))]
     return [aside.path for aside in asides if aside.kind == "old" and not os.path.lexists(aside.target)]
 

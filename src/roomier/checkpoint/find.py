@@ -1,5 +1,6 @@
 """Find checkpoints: list the complete checkpoints, find the newest checkpoint, and verify a checkpoint."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from roomier.checkpoint.tree import fill
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.storage.mirror import remote_of
+from roomier.storage.remote_path import RemotePath
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
 """Function that raises a CheckpointError if the state that ``peek`` returned for the checkpoint cannot be used."""
@@ -128,8 +131,20 @@ def next_commit_number(target: Path) -> int:
     root = folder.parent if folder.name == "checkpoints" else folder
     if root is not folder and root.name.startswith("version_"):
         root = root.parent
-    paths = [path for each in {*_folders(root), folder} for path in _candidates(each)]
-    return min(MAX_COMMIT_NUMBER, 1 + max(map(read_commit_number, paths), default=0))
+    remote = remote_of(root)
+    largest = max(_largest_number(root, folder), 0 if remote is None else _largest_in_storage(remote))
+    return min(MAX_COMMIT_NUMBER, 1 + largest)
+
+
+def _largest_number(root: Path, folder: Path) -> int:
+    return max(
+        (read_commit_number(path) for each in {*_folders(root), folder} for path in _candidates(each)), default=0
+    )
+
+
+@functools.cache  # the newest checkpoint of this process is always in the mirror
+def _largest_in_storage(root: RemotePath) -> int:
+    return _largest_number(root, root)
 
 
 def verify(path: str | Path) -> None:
@@ -139,7 +154,7 @@ def verify(path: str | Path) -> None:
         CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,
             if there is one.
     """
-    folder = surviving_path(Path(path))
+    folder = surviving_path(path)
     with naming_alternative(folder):
         _check(folder)
 
@@ -206,7 +221,7 @@ def _candidates(folder: Path) -> list[Path]:
     try:
         named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
         return [*named, *replaced_in(folder)]
-    except OSError:  # the folder does not exist or cannot be listed
+    except OSError:  # the folder does not exist, or is local and cannot be listed
         return []
 
 

@@ -1,8 +1,8 @@
 """Classes in Lightning checkpoints that are read as plain values, without importing the classes.
 
-torch's reader for ``weights_only=True`` rejects every class that is not registered. This module registers functions and
-classes under the names of the original classes, so the reader returns plain values. The list contains the classes that
-Lightning writes into the files of ordinary runs, and the classes that users often pass to ``save_hyperparameters``:
+torch's reader for ``weights_only=True`` rejects every class that is not registered. This module registers replacements
+under the names of the original classes, so the reader returns plain values. It covers the classes that Lightning writes
+into the files of ordinary runs, and the classes that users often pass to ``save_hyperparameters``:
 
 - ``AttributeDict``, the class of nested ``hparams`` in Lightning: read as a dict.
 - ``argparse.Namespace``, the arguments of a script in one hyperparameter: read as a dict.
@@ -16,8 +16,7 @@ Lightning writes into the files of ordinary runs, and the classes that users oft
 - ``EarlyStoppingReason``, an enum that the state of Lightning's EarlyStopping contains in some versions: read as its
   number.
 
-None of the registered functions and classes can execute code from the file. These functions and classes only store
-strings, numbers and dicts.
+The replacements only store strings, numbers and dicts, so none of them can execute code from the file.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ the file.
 from __future__ import annotations
 
 import pickle
+import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from roomier.checkpoint.harmless_types import as_plain, harmless_types, unresolv
 from roomier.core.errors import CheckpointError, first_few
 from roomier.core.forms import Form, FormError, anything, count, fields, finite, flag, list_of, mapping_of, optional
 from roomier.core.untrusted import open_regular
+from roomier.storage.remote_path import RemotePath
+from roomier.storage.sending import fetch
 
 VERSION = "pytorch-lightning_version"
 HYPERPARAMETERS, HYPERPARAMETERS_NAME = "hyper_parameters", "hparams_name"
@@ -121,7 +125,8 @@ class LightningFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = at_home(path)
-        self.content: dict[str, Any] = _read(self.path)
+        with _local_copy(self.path) as local:
+            self.content: dict[str, Any] = _read(self.path, local)
 
     @property
     def state_dict(self) -> dict[str, Any]:
@@ -315,20 +320,31 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+@contextmanager
+def _local_copy(path: Path) -> Iterator[Path]:
+    """Yield ``path``, or a copy if it is remote. Tensors that are mapped into memory remain valid after the block."""
+    if not isinstance(path, RemotePath):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="roomier-") as folder:
+        fetch(path, Path(folder, path.name))
+        yield Path(folder, path.name)
+
+
+def _read(path: Path, local: Path) -> dict[str, Any]:
     again = (
         "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If Lightning saved this file, copy the file "
         "again"
     )
     try:
-        with open_regular(path) as file:
+        with open_regular(local) as file:
             first_byte = file.read(1)
             is_zip = zipfile.is_zipfile(file)  # torch before 1.6 wrote other files, which cannot be memory-mapped
         if not is_zip and first_byte != _PICKLE:
             raise ValueError("the file was not written by torch, or is truncated")
         with harmless_types(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            content = torch.load(local, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except Exception as error:  # the file can contain arbitrary bytes, so any error is possible

@@ -74,7 +74,7 @@ def load_module(
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
     if file is None:
-        _put_adapters(module, described.get("plan"))
+        add_adapters(module, described.get("plan"))
     if file is not None or (is_one(module, Module) and overrides(module, "on_load_checkpoint", Module)):
         _load_changed(module, path, described, file, strict=strict)
     elif strict:
@@ -207,7 +207,7 @@ def _load_changed(
     _load_weights(module, shown["state_dict"], path, strict=strict)
 
 
-def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
+def add_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
     """Add the adapters of the saved run and quantize its frozen weights, so that the module has the stored tensors."""
     adapter = AdapterPlan(**(plan or {}).get("adapter", {}))
     if adapter.lora_rank is None:

@@ -2,10 +2,10 @@
 verifies each file.
 
 [Note: each file once]
-The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
-as a weight of a model, must not change if a file is damaged. Such a tensor is filled only after all files are verified.
-Its file is therefore read a second time, usually from the page cache. With several ranks, each file is verified by the
-rank that reads most of the file.
+The checksum of a file is computed from the bytes that are read into the tensors. If a file is damaged, however, a
+tensor that already has values, such as a weight of a model, must not change. Such a tensor is filled only after all
+files are verified, so its file is read a second time, usually from the page cache. With several ranks, each file is
+verified by the rank that reads most of it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Record of a checkpoint, ``run.json``: the list of the tensor files, and every value that is not a tensor.
 
 The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
-detects every flipped bit. The checksum does not authenticate the file, so a reader must handle arbitrary bytes.
-Only :func:`read_record` parses a record. This function checks types, ranges, sizes and nesting, and reads regular files
-only.
+detects every flipped bit, but it does not authenticate the file. A reader must therefore handle arbitrary bytes. Only
+:func:`read_record` parses a record; it checks types, ranges, sizes and nesting, and reads regular files only.
 
 [Note: commit numbers]
-The clock of a machine can be set back, so checkpoints are not ordered by save time. A new checkpoint has a commit
-number that is larger than the number of every checkpoint with which it can be compared
+The clock of a machine can be set back, so checkpoints are not ordered by save time. Instead, a new checkpoint has a
+commit number that is larger than the number of every checkpoint with which it can be compared
 (:func:`roomier.checkpoint.find.find_last`). Checkpoints that two processes commit at the same moment, and copies of a
-folder, have equal numbers. Checkpoints with equal numbers are ordered by step. Format 2 has no commit numbers, so its
-checkpoints have the number 0.
+folder, have equal numbers and are ordered by step. Checkpoints of format 2 have no commit number, which counts as 0.
 """
 
 import errno
@@ -30,6 +28,7 @@ from roomier.checkpoint.tree import Json, StoredTensor, join, leaves
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.forms import FormError, anything, count, fields, integer, list_of, mapping_of, place_of, text
 from roomier.core.untrusted import open_regular, parse_json, read_regular
+from roomier.storage.remote_path import RemotePath
 
 RECORD_NAME = "run.json"
 TENSOR_SUFFIX = ".safetensors"
@@ -149,6 +148,8 @@ def read_record(folder: Path) -> Record:
         with open_regular(path) as file:
             is_own = file.read(len(_MARK)) == _MARK
         data = read_regular(path, MAX_RECORD_BYTES if is_own else _FOREIGN_BYTES)
+    except RoomierError:  # remote storage cannot be reached
+        raise
     # A ValueError is raised if the path contains a null character.
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise _without_record(folder) from None
@@ -174,6 +175,8 @@ def read_commit_number(folder: Path) -> int:
     try:
         with open_regular(folder / RECORD_NAME) as file:
             found = _NUMBER.match(file.read(_NUMBER_BYTES))
+    except RoomierError:  # remote storage cannot be reached
+        raise
     except (OSError, ValueError):
         return 0
     return min(int(found[1]), MAX_COMMIT_NUMBER) if found else 0
@@ -225,12 +228,15 @@ def _without_record(folder: Path) -> CheckpointError:
             f"Run `{program} {folder}` in the environment that saved the checkpoint, and pass {folder}.consolidated",
         )
     problem = f"is not a checkpoint: it has no {RECORD_NAME}"
+    if isinstance(folder, RemotePath):
+        problem += ", which is uploaded last"
     return NotACheckpointError("checkpoint", str(folder), problem, "Pass the path of a checkpoint folder")
 
 
 def has_lost_record(folder: Path) -> bool:
     """Return True if ``folder`` has no record, but other files of a checkpoint."""
-    if os.path.lexists(folder / RECORD_NAME):
+    # The record is uploaded last, so a remote folder without a record is an upload that is not complete.
+    if isinstance(folder, RemotePath) or os.path.lexists(folder / RECORD_NAME):
         return False
     try:
         with open_regular(folder / README_NAME) as file:
@@ -282,9 +288,10 @@ def check_sizes(folder: Path, record: Record) -> None:
         CheckpointError: a file is missing, truncated, not a regular file, or not listed. The error names the first such
             file.
     """
+    paths = {path.name: path for path in folder.glob(f"*{TENSOR_SUFFIX}")}
     for file in record.files:
         try:
-            found = (folder / file.name).stat()
+            found = paths.pop(file.name, folder / file.name).stat()
         except FileNotFoundError:
             raise damage(folder, f"file {file.name!r} is missing") from None
         except OSError as error:
@@ -296,10 +303,9 @@ def check_sizes(folder: Path, record: Record) -> None:
                 folder,
                 f"file {file.name!r} is damaged: the file has {found.st_size} bytes instead of {file.size_bytes}",
             )
-    strangers = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - {file.name for file in record.files}
-    if strangers:
+    if paths:
         raise damage(
-            folder, f"file {min(strangers)!r} is not part of the checkpoint, because {RECORD_NAME} does not list it"
+            folder, f"file {min(paths)!r} is not part of the checkpoint, because {RECORD_NAME} does not list it"
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.record import RECORD_NAME, damage, malformed
 from roomier.checkpoint.verbs import peek
 from roomier.core.device.rng import rng_form
@@ -103,6 +104,7 @@ FORMS: Mapping[str, Form] = {
             "is_epoch_end_due": flag,
         }
     ),
+    "seeding": fields({"seed": count}),
     "plan": mapping_of(_STATE),
     "pretrained": fields({"prefix": text, "config": _STATE}, others=anything),
     "hyperparameters": _STATE,
@@ -154,5 +156,5 @@ def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:
 def peek_run(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
     """Return the state of a run, as :func:`roomier.checkpoint.peek` does, after :func:`check_run_state`."""
     state = peek(path, check_files=check_files)
-    check_run_state(Path(path), state)
+    check_run_state(at_home(path), state)
     return state

@@ -2,19 +2,19 @@
 
 [Note: all ranks or none]
 Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
-flushes them. All ranks gather the names and checksums of the files. Rank 0 writes the record and renames the folder.
-After each of these steps, all ranks report to each other whether the step succeeded. If the step failed on any rank,
-rank 0 removes the folder, and all ranks raise the same error. If a rank dies, the other ranks detect the broken
-connection and do not rename the folder.
+flushes them, and all ranks gather the names and checksums of the files. Then rank 0 writes the record and renames the
+folder. After each of these steps, the ranks report to each other whether it succeeded. If it failed on any rank, rank 0
+removes the folder, and all ranks raise the same error. If a rank dies, the others detect the broken connection and do
+not rename the folder.
 
 [Note: the files]
 Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of the
 ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint (DCP): boxes of tensors under the names of the full
 tensors, and the offsets of each box in the header. ``reading.py``, and DCP's reader in other programs, can assemble
-these boxes for any other sharding layout. DCP's writer is not used, because it stores the bytes of each file in memory
-twice, communicates with the other ranks in additional calls, and does not compute checksums. This module writes the
-bytes directly to the file. In addition to the state, saving requires memory for a copy of one non-contiguous tensor, or
-for 4 MiB of a tensor on a device. DCP's reader is not used, because it does not check the headers.
+these boxes for any other sharding layout. DCP's reader is not used, because it does not check the headers. DCP's writer
+is not used, because it stores the bytes of each file in memory twice, communicates with the other ranks in additional
+calls, and does not compute checksums. This module instead writes the bytes directly to the file. In addition to the
+state, saving requires memory for a copy of one non-contiguous tensor, or for 4 MiB of a tensor on a device.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ OWN_ENTRIES = frozenset(
     {
         *("module", "optimizers", "scaler", "schedulers", "progress", "plan", "pretrained", "hyperparameters"),
         *("hyperparameters_argument", "random", "data", "datamodule", "datamodule_init"),
-        *("results", "metrics", "callbacks"),
+        *("results", "metrics", "callbacks", "seeding"),
     }
 )
 """Top-level entries that roomier writes, except ``epoch``, which user hooks may replace. All other entries come from

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from roomier.core.forms import FormError, anything, count, fields, item_of, items, list_of, mapping_of, one_of, text
-from roomier.core.untrusted import open_regular, parse_json
+from roomier.core.untrusted import open_regular, parse_json, size_of
 
 CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -40,6 +40,7 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
@@ -156,7 +157,7 @@ def read_header(path: Path) -> Header:
         ValueError: the header is malformed, or contains an unsupported dtype.
     """
     with open_regular(path) as raw, io.BufferedReader(raw) as file:
-        size_bytes = os.fstat(raw.fileno()).st_size
+        size_bytes = size_of(raw)
         start = file.read(_LENGTH.size)
         length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
         longest = min(size_bytes - _LENGTH.size, _MAX_HEADER_BYTES)
@@ -191,7 +192,7 @@ class SummedFile:
         crc32: CRC-32 of the bytes before the position.
     """
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: io.RawIOBase) -> None:
         self._file = file
         self._position = 0
         self.crc32 = 0
@@ -221,7 +222,7 @@ class SummedFile:
 
 
 def read_box(
-    file: io.FileIO | SummedFile, first: int, shape: Sequence[int], box: Sequence[slice], target: Tensor
+    file: io.RawIOBase | SummedFile, first: int, shape: Sequence[int], box: Sequence[slice], target: Tensor
 ) -> None:
     """Fill ``target`` with a box of a stored tensor, ``CHUNK_BYTES`` at a time, in the order of the file.
 

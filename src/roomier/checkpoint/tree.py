@@ -10,8 +10,8 @@ In the tree, a dict whose only key begins with ``~`` is a tag for a value that J
 ``{"~int": "0x..."}``                   an integer of more than 64 bits
 =====================================  =========================================================
 
-For readability, the name of a tensor is its path joined by dots. The position of the tag determines the path of the
-tensor when it is loaded. Names are never split, so keys can contain dots.
+For readability, the name of a tensor is its path joined by dots. When the tensor is loaded, however, the position of
+its tag determines its path, and names are never split, so keys can contain dots.
 """
 
 import math

@@ -36,7 +36,7 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     the new checkpoint can be loaded. When this function returns, the data is on the disk, not only in the page cache.
 
     With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
-    writes its shards of DTensors. Rank 0 writes all other values.
+    writes its shards of DTensors, and rank 0 writes all other values.
 
     In addition to ``state``, saving requires memory for a copy of one non-contiguous tensor, or for 4 MiB of a tensor
     on a device.
@@ -70,7 +70,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
     """
-    folder = surviving_path(Path(path))
+    folder = surviving_path(path)
     with naming_alternative(folder):
         record = read_record(folder)
         if check_files:
@@ -90,8 +90,8 @@ def load(
 ) -> dict[str, Any]:
     """Return the state of the checkpoint ``path`` and fill the tensors of ``into`` in place.
 
-    Before a tensor of ``into`` changes, the function verifies the record and the size of every file. The function also
-    verifies the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
+    Before a tensor of ``into`` changes, the function verifies the record, the size of every file, the checksum of each
+    file that is read, and the names, shapes and dtypes of the tensors in ``into``.
 
     The number of ranks and the sharding of tensors can differ between saving and loading. For a DTensor in ``into``,
     only the shard of this rank is read. Any other tensor is read completely.
@@ -123,7 +123,7 @@ def load(
         >>> load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
     """
     ranks = Ranks() if ranks is None else ranks
-    folder = surviving_path(Path(path))
+    folder = surviving_path(path)
     skeleton: dict[str, Any] = {}
     state: dict[str, Any] = {}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from roomier.core.tree import map_tensors
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.core.untrusted import check_regular
 from roomier.core.yaml_text import BoundedLoader
+from roomier.storage.remote_path import RemotePath
+from roomier.storage.sending import put
 
 _SUFFIXES = {
     "safetensors": "-safetensors",
@@ -76,7 +80,8 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         action = "Load the file with Lightning, or resume with fit(ckpt_path=...) and export the checkpoint of that run"
         problem = f"is a Lightning file, but --to {options.to} requires a checkpoint folder"
         raise RoomierError("checkpoint", str(path), problem, action)
-    _write_weights(options, path, output)
+    with _uploaded(output) as local:
+        _write_weights(options, path, output, local)
     return 0
 
 
@@ -107,7 +112,9 @@ def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path
     model = model_to_export(path, options.model, others)
     inputs = example_inputs(options.input)
     try:
-        _write_model(options, model, inputs, output)
+        with _uploaded(output) as local:
+            _write_model(options, model, inputs, local)
+            num_bytes = local.stat().st_size
     except RoomierError as error:
         if error.field not in _INPUT_IN_PYTHON:
             raise
@@ -115,7 +122,27 @@ def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path
             action = "Pass --input, such as 'x=float32[8,3]', or set self.example_input_array in the model"
             raise RoomierError("--input", None, "is required to call forward", action) from error
         raise RoomierError("--input", options.input, error.problem, error.action) from error
-    print(f"{path} -> {output}: {format_bytes(output.stat().st_size)}")
+    print(f"{path} -> {output}: {format_bytes(num_bytes)}")
+
+
+@contextmanager
+def _uploaded(output: Path) -> Iterator[Path]:
+    """Yield ``output``. If it is an address, yield a temporary path, whose files are uploaded at the end.
+
+    Raises:
+        RoomierError: ``output`` is an address that exists.
+        CheckpointError: the storage cannot be written.
+    """
+    if not isinstance(output, RemotePath):
+        yield output
+        return
+    if output.exists():
+        raise RoomierError("out", str(output), "already exists", "Choose another name")
+    with tempfile.TemporaryDirectory(prefix="roomier-export-") as folder:
+        local = Path(folder, output.name)
+        yield local
+        for file in [local] if local.is_file() else sorted(path for path in local.rglob("*") if path.is_file()):
+            put(file, output / file.relative_to(local))
 
 
 def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, output: Path) -> None:
@@ -127,29 +154,39 @@ def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, out
         export_torchscript(model, output, method=options.method or "script", example_inputs=inputs)
 
 
-def _write_weights(options: argparse.Namespace, path: Path, output: Path) -> None:
+def _write_weights(options: argparse.Namespace, path: Path, output: Path, local: Path) -> None:
+    is_remote = isinstance(output, RemotePath)
     if options.to == "lightning":
-        target = export_lightning(path, output)
-        print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
+        target = export_lightning(path, local)
+        print(f"{path} -> {output if is_remote else target}: {format_bytes(target.stat().st_size)}")
         return
     given = options.max_shard_size
     num_bytes = DEFAULT_SHARD_BYTES if given is None else parse_bytes("--max-shard-size", given)
     if num_bytes <= 0:
         raise RoomierError("--max-shard-size", given, "must be positive", "Use a size such as 5GB or 500MiB")
     if options.to == "safetensors":
-        done = export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
+        done = export_safetensors(path, local, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
     else:
         done = export_hugging_face(
             path,
-            output,
+            local,
             max_shard_bytes=num_bytes,
             dtype=options.dtype,
             processor=options.processor,
             adapters=options.adapters or "merged",
         )
-    print(f"{path} -> {done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}")
+    print(
+        f"{path} -> {output if is_remote else done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}"
+    )
     if options.push_to_hub is not None:
         print(f"{done.folder} -> {push_to_hub(done.folder, options.push_to_hub, private=options.private)}")
+
+
+def _path(text: str) -> Path:
+    try:
+        return at_home(text)
+    except RoomierError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parser(verb: str) -> PlainParser:
@@ -160,11 +197,11 @@ def _parser(verb: str) -> PlainParser:
     )
     parser.add_argument(
         "checkpoint",
-        type=at_home,
-        help="a checkpoint, or a folder of checkpoints or runs, whose newest checkpoint is exported",
+        type=_path,
+        help="a checkpoint, or a folder of checkpoints or runs, whose newest checkpoint is exported; or its address",
     )
     parser.add_argument(
-        "out", type=at_home, nargs="?", help="the file or folder to create; default: next to the checkpoint"
+        "out", type=_path, nargs="?", help="the file, folder or address to create; default: next to the checkpoint"
     )
     parser.add_argument(
         "--to",
@@ -173,7 +210,7 @@ def _parser(verb: str) -> PlainParser:
         help="safetensors: weights with their names in the model; hugging-face: the files of save_pretrained, for "
         "from_pretrained; lightning: a .ckpt file to resume from; torchscript, onnx, torch-export: the model",
     )
-    parser.add_argument("--output", type=at_home, help="same as out")
+    parser.add_argument("--output", type=_path, help="same as out")
     weights = parser.add_argument_group(
         "formats of the weights: safetensors, hugging-face (the export requires a few MiB of memory)"
     )
@@ -183,9 +220,7 @@ def _parser(verb: str) -> PlainParser:
         "--prefix",
         help="safetensors: export only weights with this prefix, and remove the prefix; '' exports all weights",
     )
-    weights.add_argument(
-        "--processor", type=at_home, help="hugging-face: folder of a tokenizer or processor to include"
-    )
+    weights.add_argument("--processor", type=_path, help="hugging-face: folder of a tokenizer or processor to include")
     weights.add_argument(
         "--adapters",
         choices=["merged", "alone"],

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.plan.choices import CHOICES
 from roomier.plan.levers import LEVERS
-from roomier.plan.parts import PARTS
+from roomier.plan.parts import FIELDS, PARTS
 
 _WIDTH = 100
 _TRAINER = "trainer."
@@ -71,10 +71,10 @@ TOPICS = {
     ),
     "output": Topic(
         "callbacks, logs and files",
-        "callbacks logger log_every_n_steps default_root_dir enable_checkpointing enable_progress_bar "
-        "enable_model_summary enable_plan_table",
+        "callbacks logger log_every_n_steps default_root_dir upload_errors enable_checkpointing "
+        "enable_progress_bar enable_model_summary enable_plan_table",
     ),
-    "debugging": Topic("errors and slow code", "detect_anomaly deterministic profiler"),
+    "debugging": Topic("errors, slow code and random numbers", "detect_anomaly deterministic seeding profiler"),
 }
 
 _OWN_OF_PLAN = ("strategy", "memory_budget")  # options of `roomier plan` that are also keywords of the Trainer
@@ -84,23 +84,28 @@ _MOST_USED = {
     "plan": "model hf data config hardware batch_size seq_len strategy trainer.precision trainer.offload json",
 }
 
+
+def _other_fields(section: str, *but: str) -> str:
+    return " ".join(name for name in FIELDS[section] if name not in but)
+
+
 FIELDS_OF: dict[str, tuple[str, str]] = {
     "strategy": (
         "parallel.strategy",
-        "shard_size reduce_dtype gradient_compression compression_rank compression_warmup_steps communication "
-        "find_unused_parameters",
+        _other_fields("parallel", "strategy", "accelerator", "devices", "num_nodes"),
     ),
     "accelerator": ("parallel.accelerator", ""),
     "precision": ("precision.mode", ""),
     "matmul_precision": ("precision.matmul", ""),
     "gradient_clip_algorithm": ("batch.gradient_clip_algorithm", ""),
+    "seeding": ("batch.seeding", ""),
     "optimizer": ("optimizer.name", "lr weight_decay options weight_rounding"),
     "lr_schedule": ("optimizer.schedule", "warmup_steps min_lr_ratio log_warmup decay_steps"),
     "activation_checkpointing": ("activation.policy", "every_n"),
-    "offload": ("offload.optimizer_states", "parameters activations folder share update buffers"),
+    "offload": ("offload.optimizer_states", _other_fields("offload", "optimizer_states")),
     "attention": ("attention.kernel", ""),
-    "lora": ("adapter.lora_rank", "lora_alpha lora_dropout lora_targets lora_trained frozen_base"),
-    "compile": ("compile.enabled", "backend mode"),
+    "lora": ("adapter.lora_rank", _other_fields("adapter", "lora_rank")),
+    "compile": ("compile.enabled", _other_fields("compile", "enabled")),
     **{lever.keyword: (lever.field, "") for lever in LEVERS},
 }
 """Mapping from keywords of the Trainer to the field of the Plan that the keyword sets, and to the fields of the same

@@ -40,6 +40,7 @@ from roomier.trainer.lightning.callbacks import adopted
 
 if TYPE_CHECKING:
     from roomier.planner.choice import Choice
+    from roomier.planner.choosing.lever import UsefulLever
     from roomier.planner.report.what_if import Grid
 
 EXIT_NOTHING_FITS = 1
@@ -71,16 +72,22 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             optimizes_itself = overrides(asked.workload.module, "configure_optimizers", Module)
             plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
             from roomier.planner.choosing.choose import choose  # late import: --help needs no planner
+            from roomier.planner.choosing.lever import most_useful_lever
+            from roomier.planner.choosing.pricing import ClosedForms
 
-            choice = choose(asked.workload, plan, machine)
-            grid = _what_if(asked, plan, choice) if config.what_if or config.html is not None else None
+            prices = ClosedForms(asked.workload, machine)
+            choice = choose(asked.workload, plan, machine, prices=prices)
+            lever = most_useful_lever(asked.workload, choice, prices)
+            has_grid = config.what_if or config.html is not None
+            grid = _what_if(asked, choice, has_sizes=config.what_if) if has_grid else None
         if config.html is not None:
             _write_page(Path(config.html), asked, choice, grid)
     if config.json:
         more: dict[str, Any] = {} if grid is None else {"what_if": grid.as_dict()}
+        more["lever"] = None if lever is None else lever.as_dict()
         print(json.dumps(choice.as_dict() | more))
     else:
-        _show(asked, plan, choice, grid if config.what_if else None)
+        _show(asked, plan, choice, lever, grid if config.what_if else None)
         _print_configured_strategy(config, choice)
     return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
 
@@ -101,11 +108,12 @@ def _with_copies(asked: Asked, copies: tuple[KeptWeights, ...]) -> Asked:
     return replace(asked, workload=replace(asked.workload, copies=copies), at_length=later)
 
 
-def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
-    """Return the memory peaks for different batches under the chosen plan, or under the best plan if no plan fits."""
-    from roomier.planner.report.what_if import around, what_if
+def _what_if(asked: Asked, choice: Choice, *, has_sizes: bool) -> Grid | None:
+    """Return the memory peaks for different batches under the chosen plan, or under the best plan if no plan fits. With
+    ``has_sizes``, also return the longest sequences that fit."""
+    from roomier.planner.report.what_if import around, longest_sequences, what_if
 
-    shown = next((each for each in choice.considered if each.forecast is not None), None)
+    shown = next((each.forecast for each in choice.considered if each.forecast is not None), None)
     if shown is None:
         return None
     workload, at_length = asked.workload, asked.at_length
@@ -115,20 +123,31 @@ def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
         name = "tokens"
         rows = [(each, partial(at_length, each)) for each in around(asked.length, asked.longest)]
     batches = around(shown.micro_batch)
-    return what_if(rows, batches, shown.plan, choice.machine, choice.budget_bytes, row_name=name)
+    grid = what_if(rows, batches, shown.plan, choice.machine, choice.budget_bytes, row_name=name)
+    if not has_sizes or at_length is None or asked.length is None or shown.plan.parallel.num_ranks == 1:
+        return grid
+    longest = longest_sequences(at_length, asked.length, asked.longest, shown, choice.budget_bytes)
+    return replace(grid, longest=longest)
 
 
-def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
+def _show(asked: Asked, plan: Plan, choice: Choice, lever: UsefulLever | None, grid: Grid | None) -> None:
     from rich.console import Console
 
-    from roomier.planner.report.tables import choice_table, what_if_table
+    from roomier.planner.report.tables import choice_table, longest_table, what_if_table
 
     console = Console(soft_wrap=False)
     console.print(_subject(asked, plan), highlight=False, markup=False)
     console.print(choice_table(choice, tokens_per_sample=workloads.tokens_per_sample(asked.workload)))
+    if choice.chosen is not None and choice.chosen.plan.parallel.context_parallel_size > 1:
+        console.print("The support of the blocks for slices of a sequence is not verified before the run", markup=False)
+    if lever is not None:
+        console.print(lever.line, highlight=False, markup=False)
     if grid is not None:
         console.print()
         console.print(what_if_table(grid))
+        if len(grid.longest) > 1:
+            console.print()
+            console.print(longest_table(grid))
 
 
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
@@ -145,9 +164,11 @@ def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
 def _subject(asked: Asked, plan: Plan) -> str:
     length = "" if asked.length is None else f" of {asked.length} tokens"
     own = " (of the model)" if plan.optimizer.name is None else ""
+    num_peers = plan.parallel.num_peers
+    device = "device" if num_peers == 1 else f"group of {num_peers} devices"
     batch = f"{plan.batch.accumulate_grad_batches} x {asked.workload.batch_size} samples{length}"
     return (
-        f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters; {batch} on each device; "
+        f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters; {batch} on each {device}; "
         f"{plan.optimizer.name or 'optimizer'}{own}, {plan.precision.mode}"
     )
 

@@ -1,54 +1,66 @@
-"""``roomier report RUN``: compare the forecast of a run with its measurement."""
+"""``roomier report RUN...``: compare runs, or the forecast of a run with its measurement."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
-from roomier.core.units import format_bytes, format_count
-from roomier.core.untrusted import lines_of, parse_json
+from roomier.core.metric_names import printable
+from roomier.core.units import format_bytes, format_count, format_seconds
+from roomier.storage.remote_path import path_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from roomier.planner.measured.record import ForecastRecord
+    from roomier.planner.report.run_log import RunLog
 
-_RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
-_METRICS = "metrics.jsonl"
+_MAX_DIFFERENCES = 20
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Compare the forecast and the measurement. Print a table, or with ``--json`` one JSON object, to standard output.
-    With ``--html``, also write a page.
+    """Print the metrics of runs side by side or, for one run with a forecast, compare the forecast and the measurement.
+    Print a table, or with ``--json`` one JSON object, to standard output. With ``--html``, also write a page.
 
     Raises:
-        RoomierError: the run does not exist, or has no forecast with a measurement.
+        RoomierError: a run does not exist or cannot be read, or no run has metrics or a forecast.
     """
     options = _parser(verb).parse_args(list(arguments))
-    folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # late import: --help must not load torch
+    folders = list({found.resolve(): found for found in map(find_run, options.run)}.values())
+    from roomier.planner.measured.record import FILE_NAME, read_record  # late import: --help must not load torch
+    from roomier.planner.report.run_log import METRICS, differences, read_logs
 
-    record = read_record(folder)
-    rates = rates_of(folder)
+    if len(folders) == 1 and (folders[0] / FILE_NAME).exists():
+        read_record(folders[0])  # raises the error of a damaged forecast
+    logs = read_logs(folders)
+    if not any(log.curves or log.record for log in logs):
+        problem = f"has neither metrics ({METRICS}) nor {FILE_NAME}"
+        action = "Wait for the first log step, or repeat the run with a smaller log_every_n_steps"
+        raise RoomierError("run", ", ".join(map(str, folders)), problem, action)
     if options.html is not None:
-        _write_page(options.html, folder, record, rates)
+        _write_page(options.html, logs)
+    record = logs[0].record if len(logs) == 1 else None
     if options.json:
-        print(json.dumps({"run": str(folder), **record.as_dict(), "rates": rates}))
+        facts = {"runs": list(map(_facts, logs)), "differences": differences(logs)}
+        if record is not None:
+            facts = {"run": str(folders[0]), **record.as_dict(), "rates": logs[0].rates}
+        print(json.dumps(facts, allow_nan=False))
         return 0
     from rich.console import Console
 
     console = Console()
-    console.print(table(folder, record))
-    console.print(record.line(), highlight=False, soft_wrap=True, markup=False)
-    for line in (*_rate_lines(rates), *record.notes):
+    if record is None:
+        console.print(runs_table(logs))
+        lines = list(_difference_lines(logs))
+    else:
+        console.print(table(folders[0], record))
+        lines = [record.line(), *_rate_lines(logs[0].rates), *record.notes]
+    for line in (*lines, *([] if options.html is None else [f"page: {options.html}"])):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if options.html is not None:
-        console.print(f"page: {options.html}", highlight=False, soft_wrap=True, markup=False)
     return 0
 
 
@@ -60,38 +72,75 @@ def find_run(path: Path) -> Path:
         RoomierError: ``path`` contains no run.
     """
     from roomier.planner.measured.record import FILE_NAME
+    from roomier.planner.report.run_log import METRICS
     from roomier.train.settling.job import is_run_folder
 
+    path = path_of("run", path)
     action = "Pass a run folder such as runs/version_0, or the folder of all runs"
     if not path.is_dir():
         raise RoomierError("run", str(path), "must be a folder", action)
-    if (path / FILE_NAME).is_file() or is_run_folder(path):
+    if (path / FILE_NAME).is_file() or (path / METRICS).is_file() or is_run_folder(path):
         return path
     runs = sorted(
         (each for each in path.iterdir() if each.is_dir() and is_run_folder(each)),
         key=lambda each: int(each.name.rpartition("_")[2]),
     )
     if not runs:
-        problem = "contains no run, because it has neither forecast.json nor a folder version_N"
+        problem = "contains no run, because it has neither metrics nor a folder version_N"
         raise RoomierError("run", str(path), problem, action)
     return next((each for each in reversed(runs) if (each / FILE_NAME).is_file()), runs[-1])
 
 
-def rates_of(folder: Path) -> dict[str, float]:
-    """Return the last throughput that the run logged, keyed by metric name; empty if the run logged no throughput."""
-    path = folder / _METRICS
-    found: dict[str, float] = {}
-    if not path.exists():
-        return found
-    try:
-        for row in lines_of(path):
-            with suppress(ValueError):  # the last row of a killed run can be incomplete
-                values = parse_json(row)
-                if isinstance(values, dict):
-                    found.update({name: values[name] for name in _RATES if isinstance(values.get(name), (int, float))})
-    except OSError as error:
-        raise RoomierError("run", str(path), f"cannot be read: {error.strerror}", "Move the file") from None
+def runs_table(logs: Sequence[RunLog]) -> Table:
+    """Return a table with the last metrics, the throughput and the peak memory of each run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from roomier.planner.report.curves import comparison, value_text
+
+    shown = comparison(logs)
+    found = Table(box=None, pad_edge=False)
+    found.add_column("run", overflow="fold")
+    speed = shown["speed"] or ""
+    for name in ("steps", *shown["columns"], speed.replace("_per_s", "/s") or "speed", "memory", "time"):
+        found.add_column(Text(printable(name)), justify="right", overflow="fold")
+    for log in logs:
+        cells = [
+            printable(log.name),
+            str(log.num_steps or "none"),
+            *(value_text(name, log.last(name)) for name in shown["columns"]),
+            value_text(speed, log.last(speed)),
+            "" if log.peak_bytes is None else format_bytes(log.peak_bytes),
+            format_seconds(log.logged_s) if log.logged_s else "",
+        ]
+        found.add_row(*map(Text, cells))
     return found
+
+
+def _difference_lines(logs: Sequence[RunLog]) -> Iterator[str]:
+    from roomier.planner.report.run_log import differences
+
+    found = differences(logs)
+    for name, values in list(found.items())[:_MAX_DIFFERENCES]:
+        runs = (f"{printable(value)[:80]} ({', '.join(map(printable, names))})" for value, names in values.items())
+        yield f"{printable(name)}: {', '.join(runs)}"
+    if len(found) > _MAX_DIFFERENCES:
+        yield f"{len(found) - _MAX_DIFFERENCES} more settings differ, which --json lists"
+    if len(logs) > 1 and not found:
+        yield "The hyperparameters and plans of these runs are equal."
+
+
+def _facts(log: RunLog) -> dict[str, Any]:
+    from roomier.loggers.files import json_number
+
+    return {
+        "run": str(log.folder),
+        "name": log.name,
+        "steps": log.num_steps,
+        "logged_s": log.logged_s,
+        "metrics": {name: json_number(value) for name in log.curves if (value := log.last(name)) is not None},
+        "measured_bytes": log.peak_bytes,
+    }
 
 
 def table(folder: Path, record: ForecastRecord) -> Table:
@@ -139,15 +188,17 @@ def _rate_lines(rates: dict[str, float]) -> list[str]:
     return [f"speed: {', '.join(texts)}"] if texts else []
 
 
-def _write_page(path: Path, folder: Path, record: ForecastRecord, rates: dict[str, float]) -> None:
-    from roomier.planner.report.page import page_of_record
+def _write_page(path: Path, logs: Sequence[RunLog]) -> None:
+    from roomier.planner.report.page import page_of_record, page_of_runs
 
-    facts: dict[str, Any] = {"Run": str(folder)}
-    lines = _rate_lines(rates)
+    facts: dict[str, Any] = {"Run": str(logs[0].folder)}
+    lines = _rate_lines(logs[0].rates)
     if lines:
         facts["Speed"] = lines[0].removeprefix("speed: ")
+    record = logs[0].record if len(logs) == 1 else None
+    text = page_of_runs(logs) if record is None else page_of_record(record, facts, logs=logs)
     try:
-        path.write_text(page_of_record(record, facts), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise RoomierError("--html", str(path), problem, "Use a file in an existing folder") from error
@@ -156,15 +207,21 @@ def _write_page(path: Path, folder: Path, record: ForecastRecord, rates: dict[st
 def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
-        description="Compare the forecast of a run with the measurement of one of its steps.",
+        description="Compare runs: their metrics, speed, memory and settings. For one run with a forecast, compare the "
+        "forecast with the measurement of one of its steps.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, help="a run folder, or a folder of runs, whose newest run is used")
+    parser.add_argument(
+        "run",
+        type=Path,
+        nargs="+",
+        help="run folders, or folders of runs, whose newest run is used; or their addresses",
+    )
     parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write the forecast and the measurement to an HTML page that works without a network",
+        help="write the curves, the forecast and the measurement to an HTML page that works without a network",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")
     return parser

@@ -2,9 +2,9 @@
 
 [Note: bytes sent]
 :attr:`Exchange.bytes_sent` counts the payload that a rank sends to other ranks, regardless of the backend. For ``N``
-rows, an all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank
-sends each of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
-(:func:`all_reduce_bytes`).
+rows, an all-to-all sends ``N - 1`` rows, and an all-gather sends the row of the rank ``N - 1`` times. (In a ring, the
+rank instead sends each of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N *
+B`` (:func:`all_reduce_bytes`).
 """
 
 from __future__ import annotations

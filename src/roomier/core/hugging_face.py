@@ -1,9 +1,9 @@
 """Functions that find a Hugging Face model in a module and convert its weights between files and memory.
 
-transformers 5 stores some weights differently in memory than in files. For example, the experts of a layer are one
+transformers 5 stores some weights differently in memory than in files: for example, the experts of a layer are one
 tensor in memory, or a layer has a different name. transformers converts these weights when it loads and saves a model.
-This file applies the rules of transformers to one group of tensors at a time, so that the full model is never in
-memory. The conversions receive a model of transformers, so transformers is already imported: by the user's code, or by
+This file applies the same rules to one group of tensors at a time, so that the full model is never in memory. The
+conversions receive a model of transformers, so the package is already imported, by the user's code or by
 ``roomier.checkpoint.export.hugging_face``.
 """
 
@@ -35,6 +35,12 @@ class Conversion:
     sources: tuple[str, ...]
     targets: dict[str, tuple[int, ...]]
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None
+
+
+def is_cache(value: object) -> bool:
+    """Return whether ``value`` is a cache of keys and values of transformers."""
+    caches = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
 
 
 def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

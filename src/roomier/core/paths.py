@@ -7,6 +7,15 @@ import re
 from roomier.core.errors import RoomierError
 
 
+def protocol_of(path: object) -> str:
+    """Return the protocol of an address such as ``"s3://..."``; ``""`` if ``path`` is not an address."""
+    if not isinstance(path, (str, os.PathLike)):
+        return ""
+    slashes = "//" if isinstance(path, str) else "//?"  # Path("s3://a") contains one slash
+    found = re.match(rf"([a-zA-Z][a-zA-Z0-9+.-]+):{slashes}", os.fsdecode(path))
+    return "" if found is None else found[1].lower()
+
+
 def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError) -> None:
     """Reject a value that cannot be a path in the file system.
 
@@ -20,10 +29,8 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
     if not isinstance(path, (str, os.PathLike)):
         raise kind(field, path, "is not a path", "Pass a string or a Path")
     text = os.fsdecode(path)
-    slashes = "//" if isinstance(path, str) else "//?"  # Path("s3://a") contains one slash
-    remote = re.match(rf"([a-zA-Z][a-zA-Z0-9+.-]+):{slashes}", text)
-    if remote is not None:
-        problem = f"is an address ({remote[1]}), but roomier reads and writes only files in a file system"
+    if protocol := protocol_of(path):
+        problem = f"is an address ({protocol}), but this argument accepts only paths in a file system"
         action = "Use a folder and copy finished checkpoints, or mount the storage as a folder"
         raise kind(field, path, problem, action)
     if "\0" in text:

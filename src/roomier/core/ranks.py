@@ -5,6 +5,8 @@ steps. Every rank must make the same calls in the same order. The code in ``tech
 of a model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -16,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core import torch_private
+from roomier.core.mesh import INNER, OUTER, Mesh
 from roomier.core.wire import decode, encode
 from roomier.core.world import World
 
 T = TypeVar("T")
 _ANNOUNCED = "roomier/announced_error"
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _NEVER_SENT = 2**31 - 1  # tag that no message has
 
 
@@ -30,18 +34,62 @@ class Ranks:
     Args:
         world: the position of this process among the ranks. Several ranks require an initialized ``torch.distributed``
             with a backend for the CPU (gloo).
-        group: additional process group of the same ranks, for calls from another thread. None means the default group.
+        group: process group of the ranks, if it is not the default group: a group of some ranks, or an additional group
+            of the same ranks, for calls from another thread.
+        mesh: arrangement of the ranks. By default, all ranks read different samples.
+
+    Attributes:
+        data: one rank of each group of peers. Together, these ranks read each sample once. Use them to divide samples,
+            and to collect values to which each sample contributes once. See :class:`roomier.core.mesh.Mesh`.
+        peers: the ranks that read the same samples as this rank, including this rank.
     """
 
-    def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, world: World | None = None, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None
+    ) -> None:
         self.world = world or World()
+        self.mesh = mesh or Mesh(self.world)
         self._group = group
-        assert self.world.size == 1 or self.world.size == dist.get_world_size()
+        self.data: Ranks = self
+        self.peers: Ranks = self if self.world.size == 1 else self._of(World(), None, Mesh())
+        assert self.world.size == 1 or self.world.size == dist.get_world_size(group)
 
     @cached_property
     def is_alone(self) -> bool:
         """True if this rank is the only rank."""
         return self.world.size == 1
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks, for calls of ``torch.distributed``; None without a process group."""
+        return self._group or dist.group.WORLD
+
+    def arranged(self, mesh: Mesh) -> Ranks:
+        """Return these ranks with the arrangement ``mesh``. All ranks must call this method, because it creates the
+        process groups of :attr:`data` and :attr:`peers`."""
+        assert mesh.world == self.world
+        assert self.world.size % mesh.shards.size == 0
+        if mesh == self.mesh:
+            return self
+        arranged = self._of(self.world, self._group, mesh)
+        if mesh.num_peers > 1:
+            arranged.peers, arranged.data = arranged.along(*INNER), arranged.along(*OUTER)
+            arranged.data.peers = arranged.peers
+        return arranged
+
+    def along(self, *dimensions: str) -> Ranks:
+        """Return the ranks whose coordinates in :attr:`mesh` differ from those of this rank only in ``dimensions``.
+
+        At the first call, all ranks of the run must call this method, because it creates a process group.
+        """
+        numbers = self.mesh.along(*dimensions)
+        if len(numbers) == self.world.size:
+            return self
+        world = self.mesh.data if dimensions == OUTER else World(numbers.index(self.world.rank), len(numbers))
+        return self._of(world, _group_of(numbers), Mesh(world))
+
+    def _of(self, world: World, group: dist.ProcessGroup | None, mesh: Mesh) -> Ranks:
+        return Ranks(world, group, mesh)
 
     def exchange_pairwise(self, device: torch.device) -> bool:
         """Return whether shards of a model on ``device`` are sent from rank to rank by point-to-point calls (gloo)."""
@@ -60,6 +108,14 @@ class Ranks:
         total = values.clone()
         dist.all_reduce(total, group=self._group)
         return total
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the maximum of ``values`` over all ranks, with the conditions of :meth:`sum`."""
+        if self.is_alone:
+            return values
+        largest = values.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on any rank."""
@@ -88,18 +144,22 @@ class Ranks:
         return [decode(row[:size].tobytes(), allows_pickle=allows_pickle) for row, size in rows]
 
     def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
-        """Return the ``value`` of rank 0 on every rank.
+        """Return the ``value`` of rank 0 on every rank. Data ranks return the value of data rank 0 of the first peer.
 
         Args:
             allows_pickle: see :meth:`gather`.
         """
-        if self.is_alone:
-            return value
+        if not self.is_alone:
+            value = self._from_zero(value, allows_pickle)
+        is_divided = self.data is self and not self.peers.is_alone
+        return self.peers.from_zero(value, allows_pickle=allows_pickle) if is_divided else value
+
+    def _from_zero(self, value: T, allows_pickle: bool) -> T:
         data = bytearray(encode(value, allows_pickle=allows_pickle)) if self.is_zero else bytearray()
         size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self._group)
+        dist.broadcast(size, group_src=0, group=self._group)
         sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
-        dist.broadcast(sent, src=0, group=self._group)
+        dist.broadcast(sent, group_src=0, group=self._group)
         return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
@@ -115,7 +175,7 @@ class Ranks:
             try:
                 outcome = (function(), None)
             except Exception as error:
-                self.from_zero((None, _sendable(error)))
+                self.from_zero((None, sendable(error)))
                 raise
         value, raised = self.from_zero(outcome)
         if raised is not None:
@@ -127,6 +187,31 @@ class Ranks:
         """Wait until every rank calls this method."""
         if not self.is_alone:
             dist.barrier(group=self._group)
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_default_group: Any = None  # default process group to which the cached groups belong
+
+
+def _group_of(numbers: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the process group of the ranks ``numbers``, which is created once for the default process group."""
+    global _default_group
+    if dist.get_backend() == "fake":  # a dry run
+        return _new_group(numbers)
+    if dist.group.WORLD is not _default_group:
+        _default_group = dist.group.WORLD
+        _groups.clear()
+    if numbers not in _groups:
+        _groups[numbers] = _new_group(numbers)
+    return _groups[numbers]
+
+
+def _new_group(numbers: tuple[int, ...]) -> dist.ProcessGroup:
+    with torch_private.without_interception():
+        group: dist.ProcessGroup = dist.new_group(
+            list(numbers), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+        )
+    return group
 
 
 def announce(error: Exception) -> None:
@@ -158,7 +243,7 @@ def announced() -> Exception | None:
     return None
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
     """Return ``error`` if it can be sent, otherwise a RuntimeError with the text of ``error``."""
     with suppress(Exception):  # the constructor of the error's class can raise any error
         decode(encode(error))

@@ -33,6 +33,11 @@ def makes_fake_tensors() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def requires_values(error: Exception) -> bool:
+    """Return whether an operation on fake tensors raised ``error`` because its result depends on values."""
+    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
 _num_runs = 1  # number of iterations that the current iteration represents
 
 

@@ -544,6 +544,11 @@ def is_view_operation(operator: Any) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
 
 
+def draws(operator: torch._ops.OpOverload) -> bool:
+    """Return whether ``operator`` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether both tensors begin at the same address."""
     same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata

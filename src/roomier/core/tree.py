@@ -72,17 +72,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Iterate over the tensors of ``batch``, depth first."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors(getattr(batch, field.name))
+    return (each for each in leaves(batch) if isinstance(each, Tensor))
 
 
 def nodes_of(loss: Tensor) -> set[Any]:

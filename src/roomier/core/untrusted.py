@@ -1,8 +1,8 @@
 """Read files that may be damaged or malicious. Only regular files of bounded size and nesting are read.
 
-Every file of a run folder and every file that a user names is opened here, because a pipe would block the process, and
-a device such as ``/dev/zero`` would fill its memory. All errors are OSErrors or ValueErrors. No function waits for
-another process or reads more bytes than its limit.
+A pipe would block the process, and a device such as ``/dev/zero`` would fill its memory, so every file of a run folder
+and every file that a user names is opened here. No function waits for another process or reads more bytes than its
+limit. All errors are OSErrors or ValueErrors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from io import BufferedReader, FileIO
+from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, Protocol, TextIO, runtime_checkable
 
 MAX_DEPTH = 100
 """Maximum nesting of lists and mappings, because the functions that process the data are recursive."""
@@ -24,13 +24,30 @@ MAX_YAML_BYTES = 2**20
 """Maximum size of a YAML file, which is smaller because PyYAML needs about one kilobyte of memory for each value."""
 
 
-def open_regular(path: str | Path) -> FileIO:
+def open_regular(path: str | Path) -> RawIOBase:
     """Open a regular file, or a link to one, for unbuffered reading.
 
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a socket or a device.
     """
+    if isinstance(path, OpensItself):
+        return path.open_regular()
     return FileIO(_open(path, os.O_RDONLY))
+
+
+@runtime_checkable
+class OpensItself(Protocol):
+    """Path that is not in the local file system, see ``storage/remote_path.py``."""
+
+    def open_regular(self) -> RawIOBase:
+        """Open the file for unbuffered reading."""
+
+
+def size_of(file: RawIOBase) -> int:
+    """Return the size of an open file, and seek to its beginning."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return num_bytes
 
 
 def open_to_append(path: str | Path) -> TextIO:
@@ -59,7 +76,7 @@ def read_regular(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         OSError: the file cannot be opened (see :func:`open_regular`), or has more than ``max_bytes``.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
+        if size_of(file) > max_bytes:
             raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes", str(path))
         chunks = []
         while max_bytes >= 0 and (chunk := file.read(max_bytes + 1)):

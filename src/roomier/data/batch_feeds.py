@@ -19,14 +19,14 @@ import numpy as np
 from torch import Tensor, equal
 from torch.utils.data import DataLoader
 
-from roomier.core.device.rng import preserved_rng, rng_state, set_rng_state
+from roomier.core.device.rng import mix_seed, preserved_rng, rng_state, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.data import torch_loaders
 from roomier.data.by_length import LengthGroupedBatchSampler
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.sampler import WalkedSampler
-from roomier.data.seeding import CommonDraws, EpochSeed, mix_seed
+from roomier.data.seeding import CommonDraws, EpochSeed
 from roomier.data.share import FirstBatch, Reading
 
 
@@ -84,7 +84,8 @@ class BatchFeed(Feed):
 
     def _alike(self) -> AbstractContextManager[None]:
         """Return a context that uses the separate random states, if there are any. These states are identical on all
-        ranks, unless the loader shards itself."""
+        ranks, unless the loader shards its own data.
+        """
         return nullcontext() if self._draws is None else self._draws.inside()
 
     def _own_part(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -111,7 +112,7 @@ class BatchFeed(Feed):
         self._share.num_skipped(position, self.name, self._loader)
 
     def _own_position(self) -> dict[str, Any]:
-        """Return the fields of a position that can differ between ranks if the loader shards itself."""
+        """Return the fields of a position that can differ between ranks if the loader shards its own data."""
         return {}
 
     def _of_this_rank(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +166,7 @@ class DrawnFeed(BatchFeed):
 
     def __init__(self, loader: Any, how: Reading, own_generators: OwnGenerators) -> None:
         super().__init__(loader, how)
-        if how.share.divides:
-            own_generators.agree(how.ranks)
+        own_generators.agree(how.ranks if how.share.divides else how.ranks.peers)
         self._own_generators = own_generators
         self._at_start: dict[str, Any] = {}  # states of the global generators and of the user's generators
         if self._draws is None:
@@ -284,7 +284,7 @@ class ReplayedFeed(DrawnFeed):
 
     def __init__(self, loader: Iterable[Any], how: Reading) -> None:
         super().__init__(loader, how, OwnGenerators(loader))
-        self.may_end_apart = how.share.world.size > 1
+        self.may_end_apart = how.share.world.size > 1 or not how.ranks.peers.is_alone
         # The __iter__ of a user-defined iterator can restart it. Generators and built-in iterators do not restart.
         self._is_one_shot = isinstance(loader, Iterator)
         self._may_restart = self._is_one_shot and isinstance(getattr(type(loader), "__iter__", None), FunctionType)
@@ -337,7 +337,7 @@ class StatefulFeed(BatchFeed):
 
     def __init__(self, loader: Iterable[Any], how: Reading, keeper: SpeaksState) -> None:
         super().__init__(loader, how)
-        self.may_end_apart = how.share.world.size > 1
+        self.may_end_apart = how.share.world.size > 1 or not how.ranks.peers.is_alone
         self._keeper = keeper
         self._begins_at_an_end = False
         self._unread: Iterator[Any] | None = None  # created for a resume

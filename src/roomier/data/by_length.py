@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from roomier.core.device.rng import mix_seed
 from roomier.core.errors import DataError
-from roomier.data.seeding import mix_seed
 
 _MIN_BATCHES = 8  # Minimum number of batches in a bucket, so that the samples of a batch differ between epochs.
 _NUM_BUCKETS = 4  # Minimum number of buckets for a small dataset. These buckets have fewer than _MIN_BATCHES batches.
@@ -28,11 +28,11 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
     one batch of an epoch, and the number of batches is the same in each epoch. The longest sample is in the first
     batch, so the first step requires the most memory.
 
-    The order depends only on the arguments of the sampler and on the epoch. The order does not depend on the ranks, so
-    a run can resume within an epoch with any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks
-    read the same number of batches. In a step, all ranks read batches of similar length. If fewer than ``N`` batches
-    remain at the end of an epoch, roomier drops these batches. With shuffling, different samples are dropped in each
-    epoch. If the lengths or other arguments of the sampler have changed, a resume within an epoch raises an error.
+    The order depends only on the arguments of the sampler and on the epoch, but not on the ranks, so a run can resume
+    within an epoch with any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same
+    number of batches and, in each step, batches of similar length. If fewer than ``N`` batches remain at the end of an
+    epoch, they are dropped; with shuffling, they contain different samples in each epoch. If the lengths or other
+    arguments of the sampler have changed, a resume within an epoch raises an error.
 
     Args:
         lengths: length of each sample, in tokens.

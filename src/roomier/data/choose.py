@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from roomier.core.device.rng import mix_seed
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -18,7 +19,7 @@ from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_sampler
 from roomier.data.sampler import DrawnOrder, OrderedSampler, WalkedSampler
-from roomier.data.seeding import EpochSeed, NumberSeededDataset, SampleSeededDataset, mix_seed
+from roomier.data.seeding import EpochSeed, NumberSeededDataset, SampleSeededDataset
 from roomier.data.share import Reading, Share, share_of
 from roomier.data.workers import OutlivesSignals
 

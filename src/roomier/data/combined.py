@@ -1,9 +1,9 @@
 """CombinedLoader, which reads several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
-Reading from a part changes its position. Therefore, a part is not read if it is already known that its batch would not
-be yielded. ``max_size_cycle`` first reads the parts that have not ended. Parts that have ended restart only if one of
-those reads returns a batch. ``min_size`` stops before reading if a part is known to have ended.
+Reading from a part changes its position, so a part is not read if it is already known that its batch would not be
+yielded. ``max_size_cycle`` first reads the parts that have not ended, and restarts the others only if one of those
+reads returns a batch. ``min_size`` stops before reading if a part is known to have ended.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class JointBatches(Iterable[Any]):
 
     Args:
         combined: the CombinedLoader to read.
-        shards_by_rank: True if the loaders shard themselves across ranks; otherwise None.
+        shards_by_rank: True if the loaders shard their own data across ranks; otherwise None.
     """
 
     def __init__(self, combined: CombinedLoader, *, shards_by_rank: Literal[True] | None) -> None:

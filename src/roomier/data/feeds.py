@@ -3,9 +3,9 @@
 This module contains the base class, and the feed for loaders whose order roomier creates. All other feeds are in
 ``batch_feeds.py``.
 
-A feed starts an epoch, or resumes an epoch after a position. In both cases, the feed creates the loader's iterator
-immediately, so that the loader draws from the global generators at the start of the epoch. The feed reads no batch
-before the loop requests one. The exception is a replay, which reads all batches before the position.
+A feed starts an epoch, or resumes it after a position. In both cases, it creates the loader's iterator immediately, so
+that the loader draws from the global generators at the start of the epoch, but reads no batch before the loop requests
+one. The exception is a replay, which reads all batches before the position.
 """
 
 import math

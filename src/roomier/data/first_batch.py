@@ -2,9 +2,9 @@
 
 [Note: the first batch without side effects]
 Reading a batch can draw random numbers and change the state of the loader. A loader that can be iterated again is
-iterated one additional time. Afterwards, all generators and all attributes of the loader, its dataset and its samplers
-are restored. The first batch of an object that can be iterated only once, such as a generator, is read in advance and
-yielded again to the run.
+therefore iterated one additional time, and all generators and all attributes of the loader, its dataset and its
+samplers are restored afterwards. The first batch of an object that can be iterated only once, such as a generator, is
+read in advance and yielded again to the run.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from roomier.core.device.rng import mix_seed
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.data.seeding import CommonDraws, NumberedIndices, mix_seed
+from roomier.data.seeding import CommonDraws, NumberedIndices
 from roomier.data.share import ALONE, FirstBatch, Share
 
 # Convert indices to Python integers in chunks, because a list of 100 million integers occupies 4 GB.
@@ -64,7 +65,7 @@ class OrderedSampler(Sampler[int]):
     ``drawn``.
 
     The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
-    sample after the position. Therefore, a run can resume with a different batch size or number of ranks without
+    sample after the position. A run can therefore resume with a different batch size or number of ranks without
     repeating or skipping a sample.
 
     All ranks read the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples

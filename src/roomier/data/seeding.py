@@ -1,9 +1,7 @@
-"""Seeds that depend only on given numbers, datasets whose random numbers depend on these seeds, and random states that
-are identical on every rank."""
+"""Datasets whose random numbers depend only on given seeds, and random states that are identical on every rank."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,19 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-
-def mix_seed(*parts: int) -> int:
-    """Combine several integers into one seed in ``[0, 2**63)``. Adjacent integers yield unrelated seeds."""
-    packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of Python, NumPy and torch with ``seed`` in ``[0, 2**63)``."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    # torch.manual_seed would also seed every accelerator, which worker processes do not use.
-    torch.default_generator.manual_seed(seed)
+from roomier.core.device.rng import mix_seed, seed_generators
 
 
 class EpochSeed:

@@ -1,8 +1,8 @@
 """The batches of a loader that belong to this rank, if roomier does not create the order of the samples.
 
-The user's code may already shard a loader across ranks (:func:`share_of`). If roomier shards the loader, each rank
+The user's code may already shard a loader across ranks (:func:`share_of`). Otherwise, roomier shards it, and each rank
 takes every ``N``-th batch of an order that is identical on all ranks. A loader that already yields a shard, or whose
-order differs between ranks, would lose samples without an error, so the ranks compare their first batches
+order differs between ranks, would then lose samples without an error, so the ranks compare their first batches
 (:class:`FirstBatch`).
 """
 
@@ -88,7 +88,7 @@ class Share:
         """Return how many batches of this rank's loader are done at ``position``.
 
         Raises:
-            DataError: a loader that shards itself was saved with a different number of ranks, so the number of
+            DataError: a loader that shards its own data was saved with a different number of ranks, so the number of
                 completed batches is unknown.
         """
         num_batches: int = position["num_batches"]
@@ -231,9 +231,9 @@ _MOST_PARTS = 100  # A longer list is treated as data, such as file names.
 def share_of(loader: object, world: World) -> Share:
     """Determine whether ``loader`` shards its samples across ranks, or roomier must assign its batches to ranks.
 
-    A loader with a ``DistributedSampler`` shards itself. For any other loader, the ``shards_by_rank`` attribute of the
-    loader, its dataset or its samplers determines the result. If this attribute is not set, the loader shards itself in
-    these cases:
+    A loader with a ``DistributedSampler`` shards its own data. For any other loader, the ``shards_by_rank`` attribute
+    of the loader, its dataset or its samplers determines the result. If this attribute is not set, the loader shards
+    its own data in these cases:
 
     - A sampler or a stream was created for this rank, as the streams of litdata and mosaicml-streaming are.
     - Hugging Face's ``split_dataset_by_node`` was applied to the loader or its dataset.
@@ -279,8 +279,9 @@ def _check_made_for(part: object, made_for: tuple[int, int], world: World) -> No
     if made_for != (world.rank, world.size):
         problem = f"was created for rank {made_for[0]} of {made_for[1]}, but this is rank {world.rank} of {world.size}"
         action = (
-            "Create the loader in train_dataloader(), which runs on each rank after the ranks have started. If it has "
-            "a DistributedSampler, remove the sampler instead, so that roomier shards the data"
+            "Create the loader in train_dataloader(), which runs on each rank after the ranks have started, for rank "
+            "trainer.data_rank of trainer.num_data_ranks. If it has a DistributedSampler, remove the sampler instead, "
+            "so that roomier shards the data"
         )
         raise DataError(type(part).__name__, part, problem, action)
 

@@ -44,9 +44,8 @@ class _Running:
 class Source:
     """Batches of one loader for a training or evaluation loop, with a position.
 
-    The source reads a batch only when the loop requests the batch. Therefore, if a dataset draws from the global
-    generators, the states of these generators in a checkpoint match the position. Only worker processes of a DataLoader
-    read ahead.
+    The source reads a batch only when the loop requests the batch. If a dataset draws from the global generators, their
+    states in a checkpoint therefore match the position. Only worker processes of a DataLoader read ahead.
 
     To resume a saved run, call ``load_state_dict(state)``, restore the global generators, and call ``start(epoch)``
     with the epoch of the position. If some batches of that epoch are done, the iterator begins after them, and
@@ -72,7 +71,7 @@ class Source:
 
     With several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads
     its samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch,
-    unless the loader shards itself (:func:`roomier.data.share.share_of`). All ranks receive the same number of
+    unless the loader shards its own data (:func:`roomier.data.share.share_of`). All ranks receive the same number of
     batches, and positions are valid for a different number of ranks.
 
     Args:
@@ -329,7 +328,10 @@ class Source:
             raise DataError(self.name, self.loader, *failure) from error
         running.is_exhausted = True
         # The loop does not check before each batch that all ranks have a batch.
-        if running.num_batches == 0 and not (self._is_training and self.may_end_apart and not self._ranks.is_alone):
+        is_checked = (
+            self._is_training and self.may_end_apart and not (self._ranks.is_alone and self._ranks.peers.is_alone)
+        )
+        if running.num_batches == 0 and not is_checked:
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +453,7 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
 
     Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and roomier
     prints a notice if the lengths differ. During an evaluation, the ranks take turns with the batches of one loader.
-    Different lengths are therefore an error in an evaluation, unless the loader shards itself.
+    Different lengths therefore raise an error in an evaluation, unless the loader shards its own data.
 
     Args:
         loader: loader of this rank.

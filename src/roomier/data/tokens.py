@@ -5,7 +5,6 @@ File layout: a header of 64 bytes (:class:`_TokenHeader`, little endian, padded 
 little-endian uint16, or as uint32 if the vocabulary is too large for uint16.
 """
 
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +20,8 @@ from torch.utils.data import Dataset
 
 from roomier.core.errors import DataError
 from roomier.core.replacing import replacing_path
-from roomier.core.untrusted import open_regular
+from roomier.core.untrusted import open_regular, size_of
+from roomier.storage.remote_path import RemotePath, path_of
 
 _MAGIC = b"roomtok\0"
 _VERSION = 1
@@ -150,8 +150,8 @@ def _as_data_error(path: Path) -> Iterator[None]:
 def _read_header(path: Path) -> _TokenHeader:
     try:
         with open_regular(path) as file:
+            num_bytes = size_of(file)
             head = file.read(_HEADER_BYTES)
-            num_bytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise DataError("path", str(path), "does not exist", "Create it with roomier.data.write_tokens") from None
     except OSError as error:
@@ -187,10 +187,11 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     The two modes use different keys, so that a model cannot silently use the wrong kind of labels.
 
-    Tokens after the last complete block are dropped. Each process maps the file into memory on its first read.
+    Tokens after the last complete block are dropped. Each process maps the file into memory on its first read. A file
+    in remote storage is not copied: a batch of items is fetched with parallel requests for their bytes.
 
     Args:
-        path: file written by :func:`write_tokens`.
+        path: file written by :func:`write_tokens`, or its address, such as ``"s3://bucket/train.tok"``.
         block_size: number of tokens per item.
         stride: distance in tokens between the beginnings of two consecutive items. None means
             ``block_size``, so that each token is read once.
@@ -218,7 +219,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         stride: int | None = None,
         labels: Literal["shifted", "same"] = "shifted",
     ) -> None:
-        self.path = Path(path)
+        self.path = path_of("path", path, DataError)
         self.block_size = _positive("block_size", block_size)
         self.stride = self.block_size if stride is None else _positive("stride", stride)
         if labels not in ("shifted", "same"):
@@ -255,11 +256,16 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the items at ``indices``, read into one array."""
-        tokens = self._mapped()
-        rows = np.empty((len(indices), self._num_read), dtype=tokens.dtype)
-        for row, index in zip(rows, indices, strict=True):
-            first = self._checked_index(index) * self.stride
-            row[:] = tokens[first : first + self._num_read]
+        dtype = _DTYPES[self._header.token_bytes]
+        rows = np.empty((len(indices), self._num_read), dtype=dtype)
+        firsts = [self._checked_index(index) * self.stride for index in indices]
+        if isinstance(self.path, RemotePath):
+            begins = [_HEADER_BYTES + first * dtype.itemsize for first in firsts]
+            parts = self.path.read_ranges([(begin, begin + rows.strides[0]) for begin in begins])
+            rows[:] = [np.frombuffer(part, dtype) for part in parts]
+        else:
+            for row, first in zip(rows, firsts, strict=True):
+                row[:] = self._mapped()[first : first + self._num_read]
         # Create two copies instead of two views of one array, because a collate function can mask inputs in place.
         inputs = torch.from_numpy(rows[:, : self.block_size].astype(np.int64))
         answers = torch.from_numpy(rows[:, -self.block_size :].astype(np.int64))

@@ -1,9 +1,9 @@
 """Evaluation on several ranks, which take turns with the batches that a single rank would read.
 
 [Note: turns]
-Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
-together, so every rank runs the same number of forward passes. In the last round, some ranks may have no batch left.
-These ranks evaluate the last batch of the loader again, and the repeated result is not counted.
+Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... Every rank must run the same number of forward passes,
+because the ranks all-gather the parameters of a sharded model together. If a rank has no batch left in the last round,
+it evaluates the last batch of the loader again, and the repeated result is not counted.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Turns:
             limit: maximum number of batches for all ranks together.
 
         Raises:
-            DataError: the loader shards itself and has no batch for a rank, or ranks read different numbers of batches
-                from a stream.
+            DataError: the loader shards its own data and has no batch for a rank, or ranks read different numbers of
+                batches from a stream.
         """
         world, draws, loader = self._ranks.world, self._draws, self.loader
         draws.seed(self._seed, 0)

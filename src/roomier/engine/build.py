@@ -12,6 +12,7 @@ from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, check_module, facts_of
 from roomier.engine.forward_levers import apply_levers
+from roomier.engine.losses import EqualShares
 from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.offload import filled_parameters, offloaded_shards, updates_of
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
@@ -41,7 +42,8 @@ def build(
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights; None keeps the values of the module.
-        facts: result of :func:`roomier.engine.facts.facts_of` for ``module``; computed if None.
+        facts: result of :func:`roomier.engine.facts.facts_of` for ``module``; computed if None. With context
+            parallelism, blocks run on slices only if the facts contain a region.
 
     Raises:
         RoomierError: the device is not available, the optimizer cannot be created, ``weights`` does not match the
@@ -67,6 +69,8 @@ def build(
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
+    num_peers = plan.parallel.num_peers
+    shares = EqualShares(num_peers) if num_peers > 1 else None  # peers compute the same loss
     levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these ``forward`` methods
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
@@ -87,7 +91,7 @@ def build(
             facts,
             configured.optimizers,
             batch_plan=plan.batch,
-            count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
+            count_terms=module.num_loss_terms if module.loss_reduction == "mean" else shares,
             parallel=parallel,
             levers=levers,
             updates=updates_of(plan, facts, configured.optimizers, parallel, residency),

@@ -1,16 +1,15 @@
 """Compilation of blocks with ``torch.compile``.
 
 [Note: compiled blocks]
-The compiled function replaces the ``forward`` method of a block and contains its recomputation.
-The compiler can therefore process the forward pass together with the recomputation and decide which activations to
-save. Hooks are not compiled: ``fully_shard`` unshards the parameters before the compiled call and reshards them after
-the call. torch caches compiled code by the code object of the ``forward`` method and treats weights as inputs. Blocks
-of one class therefore share the compiled code. The code consists of one graph for training and one graph for
-evaluation, regardless of the number of blocks.
+The compiled function replaces the ``forward`` method of a block and contains its recomputation, so the compiler can
+process both together and decide which activations to save. Hooks are not compiled: ``fully_shard`` unshards the
+parameters before the compiled call and reshards them afterwards. torch caches compiled code by the code object of the
+``forward`` method and treats weights as inputs, so all blocks of one class share the compiled code. It consists of one
+graph for training and one graph for evaluation, regardless of the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
-of one code object, and additional variants run uncompiled. In a process that builds several models, compiled code of an
-earlier model could use a kernel that is no longer allowed, or fill the cache. Each build therefore resets the cache.
+of one code object; additional variants run uncompiled. In a process that builds several models, compiled code of an
+earlier model could therefore use a kernel that is no longer allowed, or fill the cache, so each build resets it.
 
 A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, so the compiler would create
 one graph per layer. In training, empty caches are removed from the arguments of a block. In evaluation, a block that

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _SHARDS = "_roomier_shards"
 
 
+def is_sharded(network: nn.Module) -> bool:
+    """Return whether a run sharded the parameters of ``network``."""
+    return _SHARDS in network.__dict__
+
+
 def divide(plan: Plan, facts: Facts) -> Parallel:
     """Distribute the network across the ranks, in place.
 
@@ -33,9 +38,9 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         RoomierError: the strategy does not support the network.
     """
     network, device, ranks = facts.network, facts.device, facts.ranks
-    if ranks.is_alone:
-        return Parallel()
     wanted = plan.parallel
+    if ranks.is_alone or wanted.strategy == "single":  # a trace has one replica among fake peers
+        return Parallel()
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
@@ -62,7 +67,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     from roomier.techniques.parallel.mesh import make_mesh  # late import: as above
 
     sharding = shard.Sharding(
-        mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
+        mesh=make_mesh(device.type, wanted.mesh_on(ranks.world)),
         frees_parameters=wanted.strategy in ("zero3", "hsdp"),
         reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
         compute_dtype=facts.precision.autocast_dtype,

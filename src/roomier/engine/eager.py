@@ -65,7 +65,7 @@ class EagerEngine:
         count_terms: function that returns the number of terms over which a batch's loss is averaged; None for a sum.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's ``forward`` methods, such as recomputation.
-        updates: object that determines when the optimizers step: during backward or after it.
+        updates: object that determines when the optimizers step: during the backward pass or after it.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class EagerEngine:
         loss = loss_of(output)
         if loss is None:
             self._check_may_be_left_out()
-            window.left_out += window.weights[index : index + 1]
+            if self.ranks.is_alone:  # several ranks skip the whole window, whose gradients are discarded
+                window.left_out += window.weights[index : index + 1]
             return None
         if window.weights:
             weight = window.weights[index]

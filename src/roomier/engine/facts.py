@@ -1,4 +1,4 @@
-"""Determines the facts of a network: the properties that all techniques of a Plan use."""
+"""The facts of a network: the properties that all techniques of a Plan use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from roomier.core.device.capability import usable_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.ranks import Ranks
 from roomier.plan import Plan
+from roomier.techniques.context.region import SequenceRegion
 from roomier.techniques.precision.policy import Precision, precision_of
 
 
@@ -29,6 +30,7 @@ class Facts:
         precision: the dtypes of weights and computation.
         ranks: the ranks that train the network together.
         is_manual: whether the module runs backward and update in its ``training_step`` (manual optimization).
+        region: the blocks that run on slices of the sequence; None if each rank has its own sequences.
     """
 
     network: nn.Module
@@ -37,6 +39,7 @@ class Facts:
     precision: Precision
     ranks: Ranks
     is_manual: bool = False
+    region: SequenceRegion | None = None
 
 
 def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:

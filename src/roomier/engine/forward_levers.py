@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roomier.core.device.events import install_events
 from roomier.core.log import notice
+from roomier.core.mesh import CONTEXT
 from roomier.core.wrapped_forward import unwrap
 from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.facts import Facts
@@ -18,6 +20,8 @@ from roomier.plan import Plan
 from roomier.techniques.activation.block_forward import Recompute
 from roomier.techniques.activation.recompute import apply_recompute
 from roomier.techniques.attention.kernels import attention_context
+from roomier.techniques.context.exchange import ContextGroup
+from roomier.techniques.context.forward import install_exchange, install_slices
 from roomier.techniques.loss.chunked import LossWatch, apply_chunked_loss
 from roomier.techniques.precision.lstm import replace_missing_lstm_kernels
 from roomier.techniques.precision.sizes import size_warnings
@@ -112,6 +116,11 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
     context = precision.forward_context()
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # of an earlier engine
+    region, group, peers = facts.region, None, None
+    if region is not None:
+        peers = facts.ranks.along(CONTEXT).process_group
+        group = ContextGroup(peers)
+        install_exchange(network, region, group)  # innermost, because recomputation repeats it
     if residency is not None:
         residency.install()  # innermost, because recomputation calls ``forward`` again
     replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call LSTMs
@@ -119,13 +128,17 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
         notice(warning)
     try:
         if plan.loss.chunked:
-            levers.output_layer = apply_chunked_loss(network, blocks, plan.loss.chunk_tokens)
+            levers.output_layer = apply_chunked_loss(network, blocks, plan.loss.chunk_tokens, peers)
             levers.forward_context.watches.append(LossWatch(levers.output_layer))
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, facts.ranks)
         if plan.compile.enabled:
             compile_blocks(blocks, device, plan.compile)  # outside recomputation, which is also traced
             levers.recompute.move_compiled()  # outside the compiler, which cannot trace the transfers
             levers.forward_context.watches.append(CompileClock())
+        if region is not None and group is not None:
+            install_slices(network, region, group)  # outermost, because other code uses the full sequence
+        if plan.batch.seeding == "events":
+            install_events(blocks)  # outermost, because its seeds are set outside of compiled code
     except BaseException:
         levers.undo()
         raise

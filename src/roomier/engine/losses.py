@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,21 @@ from roomier.core.ranks import Ranks
 from roomier.core.tree import nodes_of
 
 CountTerms = Callable[[Any], int | Tensor]
+
+
+@dataclass(frozen=True)
+class EqualShares:
+    """Replacement for a function that counts terms, used if losses are summed over the samples.
+
+    Args:
+        num_peers: number of ranks that compute the loss of the same samples, each of which contributes an equal share.
+    """
+
+    num_peers: int
+
+    def __call__(self, batch: Any) -> int:
+        """Return 1, because all micro-batches have the same weight."""
+        return 1
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -59,6 +75,8 @@ def complex_loss_error(loss: Tensor) -> TrainingError:
 def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) -> tuple[float | Tensor, ...]:
     """Return, for each micro-batch, its number of loss terms divided by the total number in the global batch.
 
+    Ranks that read the same samples count the same terms, so their weights add up to the weight of these samples.
+
     Args:
         count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
         batches: micro-batches of this rank.
@@ -67,6 +85,8 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     Raises:
         TrainingError: a count is not a number, or no micro-batch has a loss term.
     """
+    if isinstance(count_terms, EqualShares):
+        return (1 / count_terms.num_peers,) * len(batches)
     counts: list[Any] = [count_terms(batch) for batch in batches]
     # A number of the host can be compared with zero without synchronizing the device.
     counts = [count.item() if isinstance(count, Tensor) and count.is_cpu else count for count in counts]

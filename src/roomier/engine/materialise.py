@@ -1,14 +1,14 @@
 """Models whose weights are never all in the memory of one rank: models on the meta device, and models that
 ``configure_model`` builds in shards.
 
-The weights are moved out of the model, which is then sharded on the meta device. Each rank allocates its shards and
+The weights are moved out of the model, which is then sharded on the meta device, and each rank allocates its shards and
 copies the values into them. A rank never stores more of a model than its shards and one or two full tensors.
 
 [Note: initial values of a meta model]
-A constructor that runs on the meta device samples no values. To sample the values afterwards, roomier calls each
-module's ``reset_parameters()`` (Hugging Face: ``initialize_weights()``). Submodules are initialized before their
-parents, as in constructors. All other initialization in a constructor is lost. A model that is built in
-``configure_model`` without the meta device keeps all initialization.
+A constructor that runs on the meta device samples no values. To sample them afterwards, roomier calls each module's
+``reset_parameters()`` (Hugging Face: ``initialize_weights()``), on submodules before their parents, as in constructors.
+All other initialization in a constructor is lost. A model that is built in ``configure_model`` without the meta device
+keeps all initialization.
 """
 
 from __future__ import annotations
@@ -360,8 +360,8 @@ def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
 
 
 def _shard_of(plan: Plan, ranks: Ranks) -> Cut:
-    num_shards = plan.parallel.num_shards
-    return Cut(num_shards, ranks.world.rank % num_shards)  # neighboring ranks share a replica; see make_mesh
+    shards = plan.parallel.mesh_on(ranks.world).shards
+    return Cut(shards.size, shards.rank)
 
 
 def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:

@@ -2,8 +2,8 @@
 
 [Note: moments]
 A technique that is not used could be an object with empty methods, but calling these methods in every step would take
-time. Instead, the engine determines once which techniques are active, and collects their methods in one tuple per
-moment. Most tuples are empty. A new technique adds its methods in :class:`Moments`.
+time. The engine instead determines once which techniques are active, and collects their methods in one tuple per
+moment. Most tuples are empty. To add a technique, add its methods in :class:`Moments`.
 """
 
 from __future__ import annotations

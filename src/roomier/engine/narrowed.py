@@ -1,6 +1,6 @@
 """Optimizer steps that are restricted to some of the optimizer's parameters.
 
-The optimizer's own ``step`` computes the update. Therefore, an optimizer is supported if the update of each parameter
+The optimizer's own ``step`` computes the update. An optimizer is therefore supported if the update of each parameter
 depends only on this parameter. All optimizers of ``torch.optim`` except LBFGS have this property.
 """
 

@@ -1,4 +1,4 @@
-"""The entrance to offloading: creates the objects that keep tensors outside the device between their uses.
+"""Entry point of offloading: creates the objects that store tensors outside the device between their uses.
 
 | tensors | created by | kept and moved by |
 |---|---|---|

@@ -1,32 +1,31 @@
-"""Updates of parameters whose optimizer states are not on the device. The states of one unit at a time are brought to
-the device, updated by the optimizer itself, and sent back.
+"""Updates of parameters whose optimizer states are not on the device. The states of one unit at a time are copied to
+the device, updated by the optimizer itself, and copied back.
 
 [Note: three exact modes]
-All modes compute bit-identical updates. The modes differ in when units are updated:
+All modes compute bit-identical updates. They differ in when a unit is updated:
 
-- *plain*: units are updated after backward, one after the other.
-- *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
-  next forward pass of the block, while the device still computes earlier blocks. The values of the parameter groups
-  (such as the learning rate) at the time of the step are stored with the gradients.
-- *speculative*: a unit is updated in the last backward pass of a step, as soon as its gradients are complete. The step
-  accepts this update if the gradients and the parameter groups are unchanged. Clipping with the factor 1 does not
-  change the gradients. If the gradients or the groups changed, the step restores the previous weights and states, and
-  the unit is updated again as in *plain*. The step compares the version counters of the gradients, so changes by hooks
-  are also detected.
+- *plain*: after the backward pass, one unit after another.
+- *deferred*: immediately before the next forward pass of its block, while the device still computes earlier blocks. The
+  values of the parameter groups (such as the learning rate) at the time of the step are stored with the gradients.
+  Units outside the blocks are updated after the backward pass.
+- *speculative*: in the last backward pass of a step, as soon as the gradients of the unit are complete. The step
+  accepts this update if the gradients and the parameter groups are unchanged; otherwise, it restores the previous
+  weights and states, and the unit is updated again as in *plain*. The step compares the version counters of the
+  gradients, so changes by hooks are also detected. Clipping with the factor 1 does not count as a change.
 
-Code between two steps must not read parameters while updates are pending. Therefore, such code must first call
-``settle()``, which completes deferred updates and rejects speculative updates.
+Code between two steps must not read parameters while updates are pending. It must first call ``settle()``, which
+completes deferred updates and rejects speculative updates.
 
 [Note: stream of the updates]
-On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient becomes complete on the
-stream of its collective. An update on this stream would delay the next collective, and an update on the compute stream
-would delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream
+With sharded parameters, a gradient becomes complete on the stream of its collective. An update on this stream would
+delay the next collective, and an update on the compute stream would delay the backward pass, so on an accelerator, all
+updates run on a separate stream. It waits for the stream on which the gradient is complete, and the compute stream
 waits for the updates when the step accepts them.
 
 [Note: gathered ahead]
-With sharded parameters, the forward pass of a unit starts the all-gather of the next unit. The
-deferred update of a unit must therefore be complete before the forward pass of the preceding unit. The hook of each
-unit completes the updates of all units up to the next unit.
+With sharded parameters, the forward pass of a unit starts the all-gather of the next unit. The deferred update of a
+unit must therefore be complete before the forward pass of the preceding unit, so the hook of each unit completes the
+updates of all units up to the next one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizer states by parameter name, independent of the order and the sharding of the parameters.
 
-For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step with the stored
-settings. The step updates a parameter on the meta device. This step accepts or rejects the settings and shows which
-states the class requires. For other optimizers, only the structure of the values is checked.
+To check the states in a checkpoint for an optimizer of torch or roomier, a temporary optimizer of the same class takes
+one step with the stored settings, on a parameter on the meta device. This step accepts or rejects the settings and
+shows which states the class requires. For other optimizers, only the structure of the values is checked.
 """
 
 from __future__ import annotations

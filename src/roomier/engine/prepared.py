@@ -85,15 +85,23 @@ class PreparedEngine(EagerEngine):
             raise TrainingError("step", None, "there are no gradients, because no backward pass has run yet", action)
 
 
-def planner_errors(plan: Plan) -> list[PlanError]:
-    """Return a list with one error if ``plan`` requires the planner, which custom loops do not run; otherwise, an empty
-    list."""
+def loop_errors(plan: Plan) -> list[PlanError]:
+    """Return an error for each setting of ``plan`` that requires the loop of a Trainer: the strategy ``"auto"``,
+    context parallelism, and seeds that depend on the step."""
+    errors = []
+    size = plan.parallel.context_parallel_size
+    if size > 1:  # implies events
+        problem = "is not supported in custom loops, because no batch is known before the first step"
+        errors.append(PlanError("context_parallel_size", size, problem, "Use Trainer.fit, or context_parallel_size=1"))
+    elif plan.batch.seeding == "events":
+        problem = "is not supported in custom loops, because the seeds depend on the number of the step"
+        errors.append(PlanError("batch.seeding", "events", problem, "Use 'stream', or use a Trainer"))
     if plan.parallel.strategy != "auto":
-        return []
+        return errors
     nearest = "zero3" if plan.parallel.num_ranks > 1 else "single"
     problem = "is not supported in custom loops, because the planner requires the step and the data of a Trainer"
     action = f"Use {nearest!r}, or pass trainer.plan after a run with Trainer(strategy='auto')"
-    return [PlanError("strategy", "auto", problem, action)]
+    return [*errors, PlanError("strategy", "auto", problem, action)]
 
 
 AnyPrepared = TypeVar("AnyPrepared", bound=PreparedEngine)
@@ -136,7 +144,7 @@ def build_prepared(
             raise PlanError("optimizer", None, "no optimizer was passed, and the plan names none", "Pass an optimizer")
         return configure_by_name(plan, network, lambda: max_steps or float("inf"), blocks)
 
-    refuse(planner_errors(plan))
+    refuse(loop_errors(plan))
     if plan.choice.memory_budget_bytes is not None:
         notice("memory_budget: the memory of a custom loop is not forecast, so the limit has no effect")
     wrapped = as_module(module)

@@ -1,26 +1,26 @@
-"""Optimizer updates during backward: each parameter is updated when its gradient is complete, and then the gradient is
-freed.
+"""Optimizer updates during the backward pass: each parameter is updated when its gradient is complete, and then the
+gradient is freed.
 
-At any time, only the gradients of one block are in memory, instead of the gradients of the full model. The optimizer's
-own step computes the update, with its groups restricted to some of the parameters. The update of a parameter must
-therefore depend on this parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts
-its calls in a parameter group would count the update of each block as a step. The first update detects such an
-optimizer and raises an error.
+Only the gradients of one block are in memory at any time, instead of the gradients of the full model. The optimizer's
+own step computes the update, with its groups restricted to some of the parameters, so the update of a parameter must
+depend on this parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts its calls
+in a parameter group would count the update of each block as a step; the first update detects such an optimizer and
+raises an error.
 
 [Note: weights that change during backward]
-A weight is written while backward runs. The gradient of the weight is complete after all operations that used the
-weight have run their backward passes, so no later operation reads the weight. The exception is an operation that used
-the detached weight. For this operation, autograd detects the write and raises an error. With activation recomputation,
-a block is recomputed before the first of its operations with saved tensors runs its backward pass. The weights of the
-block are updated after all their gradients are complete.
+Each weight is written while the backward pass runs. Its gradient is complete after all operations that used the weight
+have run their backward passes, so no later operation reads it. The exception is an operation that used the detached
+weight, for which autograd detects the write and raises an error. With activation recomputation, a block is recomputed
+before the first of its operations with saved tensors runs its backward pass, and its weights are updated after all
+their gradients are complete.
 
 [Note: clipping by norm]
-The clipping factor depends on all gradients. ``"exact"`` runs two backward passes for one forward pass. The first
-backward pass computes the norm of each gradient and frees the gradient. The second backward pass scales the gradients
-and updates the parameters. The forward pass runs once, but each backward pass recomputes checkpointed blocks, from the
-same random state. Both backward passes produce the same gradients if all kernels sum in a fixed order. The norm is
-bit-identical to the norm of ``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward pass and clips by
-the norm of the previous step. In the first step of a run, there is no previous norm, so this step is exact.
+The clipping factor depends on all gradients. ``"exact"`` therefore runs two backward passes for one forward pass: the
+first computes the norm of each gradient and frees the gradient, and the second scales the gradients and updates the
+parameters. Each of them recomputes checkpointed blocks, from the same random state. Both produce the same gradients if
+all kernels sum in a fixed order. The norm is bit-identical to the norm of ``torch.nn.utils.clip_grad_norm_``.
+``"stale_norm"`` runs one backward pass and clips by the norm of the previous step. The first step of a run has no
+previous norm, so it is exact.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class StepInBackward(Updates):
         """This method is a no-op, because :meth:`backward` changed the gradients."""
 
     def clip(self, parameters: Sequence[Tensor], limit: float, algorithm: str) -> Tensor | None:
-        """Return :attr:`norm`. The gradients were clipped during backward, according to the Plan.
+        """Return :attr:`norm`. The gradients were clipped during the backward pass, according to the Plan.
 
         Raises:
             TrainingError: the Plan has a different limit or algorithm.

@@ -115,7 +115,7 @@ def weakly(method: Callable[..., object]) -> Callable[..., None]:
 
 
 class Updates:
-    """Updates after backward (the default): the optimizers step when all gradients are complete.
+    """Updates after the backward pass (the default): the optimizers step when all gradients are complete.
 
     A subclass updates parameters at different times, or moves their states.
 

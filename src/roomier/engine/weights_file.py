@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.tensor_file import read_box, read_header
 from roomier.checkpoint.verbs import some_of
 from roomier.core.errors import RoomierError
 from roomier.core.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.core.log import notice
 from roomier.core.sharded import local_part
-from roomier.core.untrusted import read_json
+from roomier.core.untrusted import open_regular, read_json
+from roomier.storage.remote_path import StorageError
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.parallel.pages import local_rows
 
@@ -55,15 +58,10 @@ class WeightsFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file_of: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.path = at_home(path, "weights", RoomierError)
+        self._stored = {name: each for path in _files_of(self.path) for name, each in _stored_in(path).items()}
+        self._shapes = {name: each.shape for name, each in self._stored.items()}
         self._conversions: list[Conversion] = []
-        for file_path in _files_of(self.path):
-            with _opened(file_path) as file:
-                for name in file.keys():  # noqa: SIM118  it is not a mapping
-                    self._file_of[name] = file_path
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, network: nn.Module) -> set[str]:
         """Compare names and shapes with ``network``. Adapters may be missing from the file.
@@ -134,37 +132,29 @@ class WeightsFile:
         """
         wanted = _tensors_of(network)
         converted: dict[str, None] = {}
-        by_file: dict[Path, list[tuple[str, str]]] = {}
         for each in self._conversions:
-            if each.run is None:
-                [stored], [name] = each.sources, each.targets
-                by_file.setdefault(self._file_of[stored], []).append((stored, name))
-        for path, names in by_file.items():
-            with _opened(path) as file:
-                for stored, name in names:
-                    prepare(wanted[name])
-                    _note(converted, _read(file, stored, wanted[name]), wanted[name])
-        for each in self._conversions:
+            sources = {name: self._stored[name] for name in each.sources}
+            made: Iterable[_FileTensor | Tensor] = sources.values()
             if each.run is not None:
-                made = each.run({name: self._whole(name) for name in each.sources})
-                for name, tensor in zip(each.targets, made.values(), strict=True):
-                    target = wanted[name]
-                    prepare(target)
-                    local_part(target).copy_(tensor[local_rows(target)] if target.dim() else tensor)
-                    _note(converted, tensor.dtype, target)
+                made = each.run({name: stored.whole() for name, stored in sources.items()}).values()
+            for name, values in zip(each.targets, made, strict=True):
+                target = wanted[name]
+                prepare(target)
+                rows = [local_rows(target)] if target.dim() else []
+                if isinstance(values, Tensor):
+                    local_part(target).copy_(values[tuple(rows)])
+                else:
+                    values.read_into(local_part(target), rows)
+                if values.dtype != target.dtype:
+                    converted[f"{values.dtype} to {target.dtype}".replace("torch.", "")] = None
         if converted:
             notice(f"weights={str(self.path)!r}: converted from {', '.join(converted)}, the dtype of the model")
 
-    def _whole(self, stored: str) -> Tensor:
-        with _opened(self._file_of[stored]) as file:
-            tensor: Tensor = file.get_tensor(stored)
-            return tensor
-
     def _prefix(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> str:
-        if not wanted.keys().isdisjoint(self._file_of):
+        if not wanted.keys().isdisjoint(self._stored):
             return ""
         for child, _ in network.named_children():
-            if all(f"{child}.{name}" in wanted for name in self._file_of):
+            if all(f"{child}.{name}" in wanted for name in self._stored):
                 return f"{child}."
         return ""
 
@@ -173,22 +163,6 @@ def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
     # The result contains all parameters, with each name of a tied parameter, and the persistent buffers.
     tensors = {name: each for name, each in network.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     return {**dict(network.named_parameters(remove_duplicate=False)), **tensors}
-
-
-def _read(file: Any, stored: str, target: Tensor) -> torch.dtype:
-    local = local_part(target)
-    if not target.dim():
-        values: Tensor = file.get_tensor(stored)
-    else:
-        rows = local_rows(target)
-        values = file.get_slice(stored)[rows.start : rows.stop]
-    local.copy_(values)
-    return values.dtype
-
-
-def _note(converted: dict[str, None], stored: torch.dtype, target: Tensor) -> None:
-    if stored != target.dtype:
-        converted[f"{stored} to {target.dtype}".replace("torch.", "")] = None
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -206,6 +180,8 @@ def _files_of(path: Path) -> list[Path]:
         raise RoomierError("weights", str(path), f"is not a {SUFFIX} file", action)
     try:
         names = sorted(set(read_json(path)["weight_map"].values()))
+    except StorageError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         action = "Copy the folder again"
         raise RoomierError("weights", str(path), f"is not a valid index of files ({error})", action) from error
@@ -216,8 +192,39 @@ def _files_of(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _opened(path: Path) -> Any:
+@dataclass(frozen=True)
+class _FileTensor:
+    """Tensor in the file ``path``, whose values start at the byte ``first``."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+
+    def whole(self) -> Tensor:
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(values, [])
+        return values
+
+    def read_into(self, target: Tensor, rows: list[slice]) -> None:
+        box = [*rows, *(slice(0, size) for size in self.shape[len(rows) :])]
+        values = target if target.dtype == self.dtype else torch.empty_like(target, dtype=self.dtype, device="cpu")
+        with _readable(self.path), open_regular(self.path) as file:
+            read_box(file, self.first, self.shape, box, values)
+        if values is not target:
+            target.copy_(values)
+
+
+def _stored_in(path: Path) -> dict[str, _FileTensor]:
+    with _readable(path):
+        return {name: _FileTensor(path, *entry) for name, entry in sorted(read_header(path).tensors.items())}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        yield
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:
         raise RoomierError("weights", str(path), f"cannot be read ({error})", "Copy the file again") from error

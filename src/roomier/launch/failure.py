@@ -1,10 +1,10 @@
 """Exit of all ranks after a failure. The failed rank reports its error first, and the other ranks exit without further
 output.
 
-If one rank exits, all other ranks fail in their current collective. The tracebacks of these ranks ("connection closed
-by peer") do not show the cause and are often printed last. Therefore, a rank waits for up to ``PATIENCE_S`` seconds
-before it prints an error that only reports a lost peer. The error is printed only if no other rank reports a failure
-and the launcher does not end this rank.
+If one rank exits, all others fail in their current collective. Their tracebacks ("connection closed by peer") do not
+show the cause and are often printed last. If the error of a rank only reports a lost peer, the rank therefore waits for
+up to ``PATIENCE_S`` seconds, and prints the error only if no other rank reports a failure and the launcher does not end
+this rank.
 """
 
 from __future__ import annotations

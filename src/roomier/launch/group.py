@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from roomier.core import torch_private
 from roomier.core.device.resolve import group_backend, resolve_device
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.loopback import interface_of, keep_on_loopback
+from roomier.core.ranks import COLLECTIVE_TIMEOUT
 from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
@@ -32,7 +32,6 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 600)."""
 
 # This limit must be longer than operations that only rank 0 runs, such as a download or a write of a large file.
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _NUM_FILES = 24  # files that a rank opens in addition to one connection per rank
 
@@ -99,7 +98,7 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
             store=store,
             rank=world.rank,
             world_size=world.size,
-            timeout=_COLLECTIVE_TIMEOUT,
+            timeout=COLLECTIVE_TIMEOUT,
             device_id=None if device_type == "cpu" else resolve_device(device_type),
         )
     finally:

@@ -1,12 +1,12 @@
 """Heartbeat: threads in each rank that detect hanging ranks without using collectives.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks and publishes its own record with a verdict. The other ranks read the record of rank 0. The other
-ranks also have a second thread, which checks only rank 0, because the store usually stops together with rank 0, and
-calls to the store then block.
+records of all ranks and publishes its own record with a verdict, which the others read. The store usually stops
+together with rank 0, and calls to it then block, so the other ranks also have a second thread, which checks only rank
+0.
 
-The training thread does no work for the heartbeat. The threads of the heartbeat read the position of the training
-thread from its stack and from the counters of the run.
+The training thread does no work for the heartbeat, whose threads read its position from its stack and from the counters
+of the run.
 
 Each line of a message that contains the number of a rank begins with ``roomier: heartbeat:``.
 """

@@ -44,7 +44,7 @@ def num_restarts(environ: Mapping[str, str]) -> int:
 
 
 def may_requeue(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a rank of a SLURM job that roomier may return to the queue."""
+    """Return whether this process is a rank of a SLURM job that roomier may requeue."""
     return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ and environ.get(REQUEUE) != "0"
 
 

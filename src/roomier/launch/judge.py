@@ -1,16 +1,16 @@
-"""Detects hanging ranks from their records, without access to a clock or to the store.
+"""Detection of hanging ranks from their records, without access to a clock or to the store.
 
 [Note: late ranks]
 A rank is late if it makes no progress while another rank waits for it. There are two cases:
 
-- The rank is silent: it publishes no new records. In this case, the process of the rank is suspended, or a native call
-  holds the interpreter lock.
+- The rank is silent: it publishes no new records, because its process is suspended or a native call holds the
+  interpreter lock.
 - The rank is behind: in at least one process group, another rank has begun more operations, and in no process group has
   another rank begun fewer. The training thread of this rank must hang outside of a collective, because a rank that
-  waits in a collective has already begun this collective.
+  waits in a collective has already begun it.
 
-The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank
-is late. The duration of the slowest micro-batch so far is added to each time limit.
+The waiting time for a late rank starts when another rank begins to wait for it, so a step that is slow on all ranks
+makes no rank late. The duration of the slowest micro-batch so far is added to each time limit.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ The process that the user started becomes the first rank of its node when its fi
 same script from the beginning, as with torchrun.
 
 [Note: folders]
-Relative paths on a command line refer to the working folder of the process at its start. A script may change its folder
-before it starts the ranks. The other ranks start in the folder in which the script imported roomier and run the same
-script, so they change the folder in the same way as rank 0. As a result, relative paths have the same meaning on all
-ranks.
+Relative paths on a command line refer to the working folder of the process at its start, but a script may change its
+folder before it starts the ranks. The other ranks therefore start in the folder in which the script imported roomier.
+Because they run the same script, they change the folder in the same way as rank 0, and relative paths have the same
+meaning on all ranks.
 
 [Note: Hydra]
 ``@hydra.main`` derives the name of an output folder from the current time and can change the working folder to this
-folder. Each rank could therefore derive a different folder. To avoid this, roomier starts the other ranks with the
-output folder of rank 0. Only rank 0 writes Hydra's copy of the configuration.
+folder, so each rank could derive a different one. roomier therefore starts the other ranks with the output folder of
+rank 0. Only rank 0 writes Hydra's copy of the configuration.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ MAX_DEVICES = "ROOMIER_MAX_DEVICES"
 """Name of an environment variable: maximum number of ranks that roomier starts on this machine (default: 4 per core,
 but at least 16)."""
 
+PIPES = "ROOMIER_PIPES"
+"""Name of an environment variable that roomier sets for the ranks of a notebook. Its value is the file descriptors of
+the pipe to the notebook and of the pipes from which the ranks read their work."""
+
+_pipes: tuple[int, ...] = ()
 _STORE_TIMEOUT_S = 60.0  # timeout of one request
-_NUM_THREADS_AT_IMPORT = torch.get_num_threads()
+NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 
 
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
@@ -94,11 +99,16 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     processes = {}
     for local_rank in range(1, world.local_size):
         of_rank = dict(environ)
+        pipes = (_pipes[0], _pipes[1 + local_rank]) if _pipes else ()
+        if pipes:
+            of_rank[PIPES] = pipes_text(*pipes)
         export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), of_rank)
         of_rank.setdefault("OMP_NUM_THREADS", str(num_threads))
         processes[world.rank + local_rank] = subprocess.Popen(
-            command.words, env=of_rank, stdin=subprocess.DEVNULL, cwd=command.folder
+            command.words, env=of_rank, stdin=subprocess.DEVNULL, cwd=command.folder, pass_fds=pipes
         )
+    for pipe in _pipes[2:]:
+        os.close(pipe)
     return store, Children(processes)
 
 
@@ -129,8 +139,8 @@ def _given_address(world: World) -> tuple[str, int]:
 def _share_cores(num_ranks: int) -> int:
     """Return the number of threads per rank. Unless the user has set a number, also set this number in this process."""
     num_threads = max(1, _num_cores() // num_ranks)
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
-        torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == NUM_THREADS_AT_IMPORT:
+        torch.set_num_threads(min(num_threads, NUM_THREADS_AT_IMPORT))
     return num_threads
 
 
@@ -152,6 +162,11 @@ class Command:
     folder: str | None
 
 
+def is_interactive() -> bool:
+    """Return whether this process is a notebook or another interactive session. Python and IPython set the prompt."""
+    return hasattr(sys, "ps1")
+
+
 def command_again(devices: int = 2) -> Command:
     """Return the command that started this process.
 
@@ -161,21 +176,24 @@ def command_again(devices: int = 2) -> Command:
     Raises:
         RoomierError: the command cannot be run again.
     """
+    if _pipes:
+        return command_of_work()
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     problem = None
-    if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
-        problem = "a notebook or an interactive session cannot start further ranks"
+    if is_interactive():
+        problem = "in a notebook or an interactive session, only a Trainer can start ranks"
     elif multiprocessing.parent_process() is not None:
         problem = "a process of multiprocessing cannot start further ranks"
     elif "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
         problem = "under pytest, further ranks would run the tests again"
+    elif file is not None and file.endswith("default_worker.py"):  # the script of Ray's processes
+        problem = "a process of Ray cannot start further ranks"
     elif file is None or not _can_be_read_again(file):
         problem = "code from `python -c` or from standard input cannot be run again by further ranks"
     if problem is not None:
-        action = (
-            "Move the run to a script, and start it with `python script.py` or `torchrun --nproc-per-node=N script.py`"
-        )
+        instead = "Use Trainer.fit, or move the run" if is_interactive() else "Move the run"
+        action = f"{instead} to a script, started with `python script.py` or `torchrun --nproc-per-node=N script.py`"
         raise RoomierError("devices", devices, problem, action)
     words = [sys.executable, *sys.orig_argv[1:]]
     # The configuration of Hydra itself if this process runs a function under ``@hydra.main``; otherwise,
@@ -185,6 +203,24 @@ def command_again(devices: int = 2) -> Command:
     if hydra is None:
         return Command(words, FOLDER_AT_IMPORT if os.path.isdir(FOLDER_AT_IMPORT or "") else None)
     return Command(_with_overrides(words, _same_output_folder(hydra)), hydra.runtime.cwd)
+
+
+def command_of_work() -> Command:
+    """Return the command of a rank of a notebook, which reads its work from a pipe."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from roomier.launch.notebook import work; work()"
+    return Command([sys.executable, "-c", code], None)
+
+
+def pipes_text(reply: int, *pipes: int) -> str:
+    """Return the value of the environment variable ``PIPES``."""
+    return ",".join(map(str, (reply, *pipes)))
+
+
+def take_pipes() -> tuple[int, ...]:
+    """In a rank of a notebook, return the pipes of this rank, and of the ranks that it starts."""
+    global _pipes
+    _pipes = tuple(int(pipe) for pipe in os.environ.pop(PIPES).split(","))
+    return _pipes
 
 
 def _can_be_read_again(file: str) -> bool:

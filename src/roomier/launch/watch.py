@@ -103,14 +103,10 @@ class Children:
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:
-        if code > 0:
-            return f"ended with exit code {code}"
         if code == 0:
             where = self.main.where() if self.main is not None and self.have_met else "before all ranks had joined"
-            return f"ended with exit code 0 {where}".rstrip()
-        name = signal.Signals(-code).name
-        reason = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
-        return f"was terminated by {name}{reason}"
+            return f"{ended(code)} {where}".rstrip()
+        return ended(code)
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -125,6 +121,15 @@ class Children:
                 process.kill()
         for process in self._processes.values():
             process.wait()
+
+
+def ended(code: int) -> str:
+    """Describe the end of a process with the exit code ``code``, which is negative after a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    reason = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
+    return f"was terminated by {name}{reason}"
 
 
 def watch_parent(pid: int) -> None:

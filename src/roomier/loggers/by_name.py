@@ -49,6 +49,11 @@ class SilentLogger(Logger):
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         pass
 
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    log_figure = log_histogram = log_image
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from roomier.core.errors import RoomierError
 from roomier.loggers.service import ServiceLogger
+from roomier.loggers.visuals import CometVisuals, Visuals
 
 _FORMER = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
 _MODES = (None, "get_or_create", "get", "create")
@@ -105,6 +106,9 @@ class CometLogger(ServiceLogger):
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self.experiment.log_parameters(params)
+
+    def _visuals(self) -> Visuals:
+        return CometVisuals(self.name, self.experiment)
 
     def finalize(self, status: str) -> None:
         super().finalize(status)

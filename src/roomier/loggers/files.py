@@ -5,19 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from roomier.api.logger import STEP_COLUMN
 from roomier.core.log import notice
-from roomier.core.replacing import replacing
+from roomier.core.replacing import replacing, replacing_path
 from roomier.core.untrusted import lines_of, open_to_append, parse_json, read_text
 from roomier.loggers.guarded import FolderLogger
+from roomier.loggers.histogram import Histogram
+from roomier.loggers.pixels import Pixels, png_of
+from roomier.loggers.visuals import Visuals
 
 
 def drop_rows(path: Path, judge: Callable[[bytes], str]) -> None:
@@ -74,8 +79,50 @@ def _with_names(value: Any) -> Any:
     return [_with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+_NOT_IN_A_PATH = re.compile(r"[^\w.= -]")
+
+
+class FileVisuals(Visuals):
+    """Images as PNG files, listed in ``images.jsonl``, and histograms as rows of ``histograms.jsonl``.
+
+    Args:
+        folder: folder of these files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("files")
+        self._folder = folder
+
+    def images(self, key: str, images: Sequence[Pixels], captions: Sequence[str], step: int) -> None:
+        place = "/".join(_NOT_IN_A_PATH.sub("_", part).lstrip(".") or "_" for part in key.split("/"))
+        folder = self._folder / "images" / place
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [f"step={step}{f'-{i}' * (len(images) > 1)}.png" for i in range(len(images))]
+        for file, image in zip(files, images, strict=True):
+            with replacing_path(folder / file) as aside:
+                aside.write_bytes(png_of(image))
+        row = {"files": [f"images/{place}/{file}" for file in files], "captions": list(captions)}
+        self._append("images.jsonl", key, step, row)
+
+    def histogram(self, key: str, histogram: Histogram, step: int) -> None:
+        self._append("histograms.jsonl", key, step, asdict(histogram))
+
+    def drop_after(self, step: int) -> None:
+        """Remove the rows after ``step``, and incomplete rows."""
+        for name in ("images.jsonl", "histograms.jsonl"):
+            if (self._folder / name).exists():
+                drop_rows(self._folder / name, lambda row: _judge(row, step))
+
+    def _append(self, file_name: str, key: str, step: int, row: Mapping[str, Any]) -> None:
+        with open_to_append(self._folder / file_name) as file:
+            file.write(json.dumps({"step": step, "time": round(time.time(), 3), "name": key, **row}) + "\n")
+
+
 class FileLogger(FolderLogger):
     """Base class of loggers that append rows to one file. A subclass defines the file name and the format of a row.
+
+    Images are written to ``images/<name>/step=N.png`` and listed in ``images.jsonl``. Histograms are written to
+    ``histograms.jsonl``, with their counts and edges.
 
     Args:
         save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's loggers; None writes to the run folder.
@@ -88,17 +135,8 @@ class FileLogger(FolderLogger):
     file_name: ClassVar[str]
     is_added: bool = False
     """True if roomier added this logger to the loggers that the user passed."""
-
-    def __init__(
-        self,
-        save_dir: str | Path | None = None,
-        name: str | None = "lightning_logs",
-        version: int | str | None = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__(save_dir, name, version, prefix)
-        self._resumed_step: int | None = None
-        self._file: TextIO | None = None
+    _resumed_step: int | None = None
+    _file: TextIO | None = None
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open the file for appending. Incomplete rows and rows after ``resumed_step`` are removed atomically."""
@@ -106,6 +144,8 @@ class FileLogger(FolderLogger):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resumed_step = resumed_step
         self._prepare_file(resumed_step)
+        if resumed_step is not None:
+            FileVisuals(self._folder).drop_after(resumed_step)
         self._file = open_to_append(self._path)
 
     def finalize(self, status: str) -> None:
@@ -117,6 +157,10 @@ class FileLogger(FolderLogger):
         """Write ``hparams.json`` next to the rows. See :func:`write_hyperparams`."""
         assert self._folder is not None, "start() must run first"
         write_hyperparams(self._folder, params, self._resumed_step)
+
+    def _visuals(self) -> Visuals:
+        assert self._folder is not None, "start() must run first"
+        return FileVisuals(self._folder)
 
     @property
     def _path(self) -> Path:

@@ -3,13 +3,15 @@ their methods, without importing Lightning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from roomier.api.logger import STEP_COLUMN, Logger
+from roomier.loggers.files import FileLogger
 from roomier.loggers.guarded import mute
+from roomier.loggers.visuals import visuals_of
 
 _METHODS = ("log_metrics", "log_hyperparams", "finalize")
 _STATUSES = {"interrupted": "failed"}  # Lightning's value, which tracking services accept
@@ -45,6 +47,19 @@ class ForeignLogger(Logger):
         self.inner.log_metrics(dict(metrics), step)
         self.save()
 
+    def log_image(
+        self, key: str, images: Any, step: int | None = None, *, caption: str | Sequence[str] | None = None
+    ) -> None:
+        visuals_of(self.inner, self.name).images(key, images, caption or (), step or 0)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        visuals_of(self.inner, self.name).figure(key, figure, step or 0)
+
+    def log_histogram(
+        self, key: str, values: Any, step: int | None = None, *, bins: int | Sequence[float] = 64
+    ) -> None:
+        visuals_of(self.inner, self.name).histogram(key, values, step or 0)
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         if params:
             self.inner.log_hyperparams(dict(params))
@@ -62,8 +77,8 @@ class ForeignLogger(Logger):
 class LoggerGroup:
     """Group that passes each call to all its loggers in order. A failing logger does not end the run.
 
-    If a logger raises an error, the error is printed to standard error. The logger is then no longer called, except for
-    ``finalize``, which releases its resources.
+    The error of a logger is printed to standard error, and the logger is no longer called, except for ``finalize``,
+    which releases its resources.
 
     Args:
         loggers: loggers of roomier, or loggers written for Lightning; see
@@ -119,6 +134,20 @@ class LoggerGroup:
 
         self._each("log_metrics", log)
 
+    def show(self, method: str, key: str, value: Any, step: int, **options: Any) -> None:
+        """Call ``method`` of all loggers: ``"log_image"``, ``"log_figure"`` or ``"log_histogram"``. If several file
+        loggers share a folder, only the first one writes."""
+        folders = set[str | None]()
+
+        def show(logger: Logger) -> None:
+            if isinstance(logger, FileLogger):
+                if logger.log_dir in folders:
+                    return
+                folders.add(logger.log_dir)
+            getattr(logger, method)(key, value, step, **options)
+
+        self._each(method, show)
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log the hyperparameters with all loggers. Each logger receives a separate copy."""
         self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
@@ -141,8 +170,18 @@ class LoggerGroup:
 
 
 def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the loggers written for Lightning. They choose their own folders, so they can log without a run folder."""
+    """Return the loggers written for Lightning. These loggers choose their own folders, so they can log without a run
+    folder.
+    """
     return tuple(each for each in loggers if not isinstance(each, Logger))
+
+
+def takes(loggers: Iterable[Any], method: str) -> bool:
+    """Return True if one of ``loggers`` implements ``method``, such as ``"log_image"``. Disabled loggers count, so the
+    result is equal on all ranks."""
+    return any(
+        not isinstance(each, Logger) or getattr(type(each), method) is not getattr(Logger, method) for each in loggers
+    )
 
 
 def set_run_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:

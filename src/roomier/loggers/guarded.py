@@ -1,12 +1,13 @@
-"""Base class of roomier's loggers, which users may call directly and whose errors do not end a run, and the ids and
-folders of a run's loggers, which ``loggers.json`` in the run folder stores for a resumed run."""
+"""Base class of roomier's loggers, and the ids and folders of a run's loggers, which ``loggers.json`` in the run folder
+stores for a resumed run. Users may call a logger directly. Its errors do not end a run.
+"""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from roomier.core.log import is_first_rank, notice
 from roomier.core.metric_names import check_metric_name
 from roomier.core.replacing import replacing
 from roomier.core.untrusted import read_json
+from roomier.loggers.histogram import histogram_of
+from roomier.loggers.pixels import captions_of, figure_of, pixels_of
+from roomier.loggers.visuals import Visuals
 
 
 class GuardedLogger(Logger):
@@ -55,6 +59,53 @@ class GuardedLogger(Logger):
             return
         given = dict(vars(params) if isinstance(params, Namespace) else params)
         self._guard("log_hyperparams", lambda: self._write_hyperparams(given))
+
+    def log_image(
+        self, key: str, images: Any, step: int | None = None, *, caption: str | Sequence[str] | None = None
+    ) -> None:
+        """Show one or several images.
+
+        Args:
+            key: name of the images.
+            images: a tensor (C, H, W), an array (H, W, C), a PIL image, a list of them, or a batch with four
+                dimensions. Values are in [0, 1], or in [0, 255] if the dtype is uint8.
+            step: step of the images; None uses the step of the previous row.
+            caption: one caption for each image.
+
+        Raises:
+            RoomierError: an item is not an image, or the number of captions is wrong.
+        """
+        if not self.is_silent:
+            pixels = pixels_of(images, key)
+            captions = captions_of(caption, len(pixels))
+            self._show("log_image", key, step, lambda visuals, *to: visuals.images(to[0], pixels, captions, to[1]))
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Show a matplotlib figure, which stays open.
+
+        Raises:
+            RoomierError: ``figure`` is not a figure.
+        """
+        if not self.is_silent:
+            figure_of(figure)
+            self._show("log_figure", key, step, lambda visuals, *to: visuals.figure(to[0], figure, to[1]))
+
+    def log_histogram(
+        self, key: str, values: Any, step: int | None = None, *, bins: int | Sequence[float] = 64
+    ) -> None:
+        """Show a histogram of ``values``; see :func:`roomier.loggers.histogram.histogram_of` for the arguments."""
+        if not self.is_silent:
+            found = histogram_of(values, bins)
+            self._show("log_histogram", key, step, lambda visuals, *to: visuals.histogram(to[0], found, to[1]))
+
+    def _show(self, method: str, key: str, step: int | None, show: Callable[[Visuals, str, int], None]) -> None:
+        check_metric_name(method, key)
+        step = self._last_step if step is None else int(step)
+        self._guard(method, lambda: show(self._visuals(), f"{self._prefix}{key}", step))
+
+    def _visuals(self) -> Visuals:
+        """Return the destination of images and histograms. By default, they cannot be shown."""
+        return Visuals(self.name)
 
     @property
     def is_silent(self) -> bool:
@@ -141,7 +192,13 @@ class FolderLogger(GuardedLogger):
         prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
     """
 
-    def __init__(self, save_dir: str | Path | None, name: str | None, version: int | str | None, prefix: str) -> None:
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
         super().__init__(prefix)
         self._parent = None if save_dir is None else Path(save_dir) / (name or "")
         self._version = f"version_{version}" if isinstance(version, int) else version

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from roomier.core.log import notice
 from roomier.loggers.guarded import flat
 from roomier.loggers.service import ServiceLogger, refuse_log_model
+from roomier.loggers.visuals import MLflowVisuals, Visuals
 
 _STATUSES = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_A_NAME = re.compile(r"[^\w/.: -]")
@@ -127,6 +128,9 @@ class MLFlowLogger(ServiceLogger):
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
         for first in range(0, len(new), _MAX_PARAMS):
             client.log_batch(self.run_id, params=new[first : first + _MAX_PARAMS], **self._how)
+
+    def _visuals(self) -> Visuals:
+        return MLflowVisuals(self.name, self.experiment, self.run_id)
 
     def finalize(self, status: str) -> None:
         super().finalize(status)

@@ -11,13 +11,14 @@ from torch import nn
 from roomier.api.logger import Nothing
 from roomier.core.errors import RoomierError
 from roomier.loggers.guarded import FolderLogger, flat
+from roomier.loggers.visuals import TensorBoardVisuals, Visuals
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardLogger(FolderLogger):
-    """Logger that writes scalars, and hyperparameters for the table of runs in TensorBoard.
+    """Logger that writes scalars, images, histograms, and hyperparameters for the table of runs in TensorBoard.
 
     Args:
         save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's logger; None writes to the run folder.
@@ -31,7 +32,7 @@ class TensorBoardLogger(FolderLogger):
         kwargs: arguments of ``SummaryWriter``, such as ``flush_secs``.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available after a fit
+        experiment: the ``SummaryWriter``, for example for text and audio. The writer is available after a fit
             has started, or earlier if ``save_dir`` is set. On ranks other than the first rank, the methods of the
             writer have no effect.
 
@@ -116,6 +117,9 @@ class TensorBoardLogger(FolderLogger):
         for summary in hparams(dict(flat(params)), {}):
             file_writer.add_summary(summary)
         writer.flush()
+
+    def _visuals(self) -> Visuals:
+        return TensorBoardVisuals(self.name, self.experiment)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write the graph of ``model``, traced on ``input_array`` or on the model's ``example_input_array``.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from roomier.loggers.guarded import flat
 from roomier.loggers.service import ServiceLogger
+from roomier.loggers.visuals import TrackioVisuals, Visuals
 
 
 class TrackioLogger(ServiceLogger):
@@ -68,6 +69,9 @@ class TrackioLogger(ServiceLogger):
             _ = self.experiment
         else:
             self._experiment.config.update(texts)
+
+    def _visuals(self) -> Visuals:
+        return TrackioVisuals(self.name, self.experiment)
 
     def finalize(self, status: str) -> None:
         super().finalize(status)

@@ -11,8 +11,7 @@ from torch import nn
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.loggers.service import ServiceLogger, refuse_log_model
-
-_STEP = "trainer/global_step"
+from roomier.loggers.visuals import WANDB_STEP, Visuals, WandbVisuals
 
 
 class WandbLogger(ServiceLogger):
@@ -113,15 +112,18 @@ class WandbLogger(ServiceLogger):
         run = wandb.init(dir=None if place is None else str(place), id=run_id, **options)
         _owners[run.id] = self
         if not self._options.get("sync_tensorboard"):
-            run.define_metric(_STEP)
-            run.define_metric("*", step_metric=_STEP, step_sync=True)
+            run.define_metric(WANDB_STEP)
+            run.define_metric("*", step_metric=WANDB_STEP, step_sync=True)
         return run, str(run.id)
 
     def _write_metrics(self, row: dict[str, float], step: int) -> None:
-        self.experiment.log({**row, _STEP: step})
+        self.experiment.log({**row, WANDB_STEP: step})
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self.experiment.config.update(_plain(params), allow_val_change=True)
+
+    def _visuals(self) -> Visuals:
+        return WandbVisuals(self.name, self.experiment)
 
     def _close(self, status: str) -> None:
         if self._experiment is not None and self._id in _owners:

@@ -26,6 +26,7 @@ def plan_from_flags(
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = "norm",
+    seeding: str | None = None,
     optimizer: str | Mapping[str, object] | None = None,
     learning_rate: float | None = None,
     lr_schedule: str | Mapping[str, object] | None = None,
@@ -66,6 +67,9 @@ def plan_from_flags(
         draft.ask("batch.gradient_clip_val", gradient_clip_val, "gradient_clip_val")
     if gradient_clip_algorithm is not None:
         draft.ask("batch.gradient_clip_algorithm", gradient_clip_algorithm, "gradient_clip_algorithm")
+    size = strategy.get("context_parallel_size") if isinstance(strategy, Mapping) else None
+    implied = "events" if isinstance(size, int) and size > 1 else "stream"  # slices of a sequence need different masks
+    draft.ask("batch.seeding", seeding, "seeding", meaning=implied if seeding is None else seeding)
     _set_optimizer(draft, optimizer)
     if learning_rate is not None:
         draft.ask("optimizer.lr", learning_rate, "learning_rate")

@@ -34,7 +34,7 @@ class Lever:
             is empty if the lever can be added.
         changes_output_layer: whether the lever replaces the output layer of a language model. If so, the model must
             have an output layer.
-        frees_gradients: whether backward uses and frees the gradients, so no gradients exist after backward.
+        frees_gradients: whether the backward pass uses and frees the gradients, so none exist after it.
     """
 
     keyword: str
@@ -123,7 +123,9 @@ def used_levers(plan: PlanParts) -> list[Lever]:
 
 
 def lever_that_frees_gradients(plan: PlanParts) -> Lever | None:
-    """Return the lever of ``plan`` that frees the gradients in backward; None if gradients exist after backward."""
+    """Return the lever of ``plan`` that frees the gradients in the backward pass; None if gradients exist after the
+    backward pass.
+    """
     return next((lever for lever in used_levers(plan) if lever.frees_gradients), None)
 
 
@@ -272,7 +274,7 @@ def low_bit_states_have_supported_weights(plan: PlanParts) -> Iterator[PlanError
 
 
 def step_in_backward_gains_something(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject updates in backward that save no memory or cannot work."""
+    """Reject updates in the backward pass that save no memory or cannot work."""
     way = plan.optimizer.step_in_backward
     if way == "none":
         return
@@ -327,7 +329,7 @@ def kernel_is_of_the_device(plan: PlanParts) -> Iterator[PlanError]:
 
 
 def unused_parameters_are_known_before_updates(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject updates during backward or forward, and offloaded parameters, if ranks may skip units."""
+    """Reject updates during the forward or backward pass, and offloaded parameters, if ranks may skip units."""
     if not (plan.parallel.find_unused_parameters and plan.parallel.may_skip_units):
         return
     rejected = {
@@ -376,7 +378,7 @@ def update_mode(plan: PlanParts) -> str:
     Speculative updates transfer the states during the entire step. However, speculative updates require twice the
     space, also write the weights, and must be repeated if gradients are clipped. Speculative updates are selected if
     they are supported and the tier is a disk, because transfers to a disk take the longest time. Updates are plain if
-    unused parameters are known only after backward. Otherwise, updates are deferred.
+    unused parameters are known only after the backward pass. Otherwise, updates are deferred.
     """
     if plan.offload.update != "auto":
         return plan.offload.update
@@ -428,8 +430,9 @@ def parameters_are_sharded_or_single(plan: PlanParts) -> Iterator[PlanError]:
 
 
 def offloaded_updates_have_their_optimizer(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject offloading with 1-bit Adam, which updates all parameters together, and with levers that update in
-    backward."""
+    """Reject offloading with 1-bit Adam, which updates all parameters together, and with levers that update in the
+    backward pass.
+    """
     offload, lever = plan.offload, lever_that_frees_gradients(plan)
     field = _STATES if offload.optimizer_states != "none" else _PARAMETERS
     tier = getattr(offload, field.partition(".")[2])

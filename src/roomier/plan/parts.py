@@ -6,10 +6,13 @@ unchanged, and the Plan reports the invalid values of all parts together.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import ClassVar, TypeVar, get_args, get_type_hints
 
+from roomier.core.mesh import Mesh
+from roomier.core.world import World
 from roomier.plan.choices import canonical
 
 MIN_BUDGET_BYTES = 2**20
@@ -90,6 +93,9 @@ class ParallelPlan(Part):
             package added to torch.
         devices: number of ranks on each machine.
         num_nodes: number of machines.
+        context_parallel_size: number of consecutive ranks that share each sequence, so that each rank saves the
+            activations of only a slice of the sequence. The size must divide the number of ranks and of attention
+            heads. 1 gives each rank its own sequences.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
             number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
@@ -102,7 +108,7 @@ class ParallelPlan(Part):
         communication: with a sharded strategy, timing of the transfers between ranks. ``"overlapped"`` all-gathers a
             unit during the computation of the previous unit, and reduces gradients during the computation of the next
             unit. ``"sequential"`` completes each transfer before the computation continues, so fewer buffers exist at
-            the same time. On accelerators, only the all-gathers in backward are sequential.
+            the same time. On accelerators, only the all-gathers in the backward pass are sequential.
         find_unused_parameters: if True, support training in which different steps or ranks use different parameters,
             such as a mixture of experts. A rank without a gradient contributes zeros, and a parameter without a
             gradient on any rank is not updated. With a sharded strategy, ranks also all-gather units that they skip,
@@ -113,6 +119,7 @@ class ParallelPlan(Part):
     accelerator: str = "auto"
     devices: int = 1
     num_nodes: int = 1
+    context_parallel_size: int = 1
     shard_size: int | None = None
     reduce_dtype: str = "32"
     gradient_compression: str = "none"
@@ -123,7 +130,9 @@ class ParallelPlan(Part):
 
     @property
     def may_skip_units(self) -> bool:
-        """True if ranks may skip units of a sharded model. Unused parameters are then known only after backward."""
+        """True if ranks may skip units of a sharded model. Unused parameters are then known only after the backward
+        pass.
+        """
         return self.find_unused_parameters and self.strategy not in ("single", "ddp", "auto")
 
     @property
@@ -137,6 +146,20 @@ class ParallelPlan(Part):
         if self.strategy in ("single", "ddp", "auto"):
             return 1
         return (self.shard_size or self.devices) if self.strategy == "hsdp" else self.num_ranks
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks that read the same samples."""
+        return self.context_parallel_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of groups of ranks that read different samples."""
+        return self.num_ranks // self.num_peers
+
+    def mesh_on(self, world: World) -> Mesh:
+        """Return the arrangement of the ranks of ``world``."""
+        return Mesh(world, context=self.num_peers, shard=max(1, self.num_shards // self.num_peers))
 
 
 @dataclass(frozen=True)
@@ -156,18 +179,22 @@ class PrecisionPlan(Part):
 
 @dataclass(frozen=True)
 class BatchPlan(Part):
-    """Micro-batches of an optimizer step, and gradient clipping.
+    """Micro-batches of an optimizer step, their random numbers, and gradient clipping.
 
     Attributes:
         accumulate_grad_batches: number of micro-batches per optimizer step. The step uses the gradient of the full
             batch.
         gradient_clip_val: upper limit of the norm or of each element; must be positive. None disables clipping.
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
+        seeding: ``"stream"``: the generators continue from one step to the next. ``"events"``: the generators are
+            seeded at the start of each micro-batch from (seed, step, data rank, micro-batch), and in each block from a
+            number that is drawn when the block is called. Dropout masks then do not depend on earlier steps.
     """
 
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
+    seeding: str = "stream"
 
     @property
     def clips_norm(self) -> bool:
@@ -202,10 +229,10 @@ class OptimizerPlan(Part):
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
             lacks in a second tensor, so updates are the same as with float32 weights. ``"stochastic"`` rounds up or
             down at random. ``"nearest"`` loses small updates. None means ``"split"``.
-        step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
-            complete, and then free the gradient. If the gradient norm is clipped, ``"exact"`` computes the norm in an
-            additional backward pass, and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all
-            parameters after backward.
+        step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in the backward pass as soon as its
+            gradient is complete, and then free the gradient. If the gradient norm is clipped, ``"exact"`` computes the
+            norm in an additional backward pass, and ``"stale_norm"`` uses the norm of the previous step. ``"none"``
+            updates all parameters after the backward pass.
     """
 
     name: str | None = None
@@ -256,17 +283,17 @@ class OffloadPlan(Part):
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
         parameters: tier of the parameters and their gradients, with the strategies ``"single"``, ``"zero3"`` and
             ``"hsdp"``. The parameters of a block are on the device during the computation of the block.
-        activations: tier of the activations that blocks save for backward. With the policy ``"budget"``, only the
-            activations of selected blocks are moved.
+        activations: tier of the activations that blocks save for the backward pass. With the policy ``"budget"``, only
+            the activations of selected blocks are moved.
         folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for
             temporary files.
         share: fraction in [0, 1] of the bytes of each rank's optimizer states that is stored in the lower tier. The
             fraction is rounded to full units. The other states stay on the device.
         update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
-            blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward
-            pass, during the computation of earlier blocks. ``"speculative"`` updates each block in the last backward
-            pass, before the norm of the gradients is known. If the norm requires clipping, the update is repeated from
-            the previous states. ``"auto"`` selects one of these modes.
+            blocks one by one after the backward pass. ``"deferred"`` updates each block immediately before its next
+            forward pass, during the computation of earlier blocks. ``"speculative"`` updates each block in the last
+            backward pass, before the norm of the gradients is known. If the norm requires clipping, the update is
+            repeated from the previous states. ``"auto"`` selects one of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
             read while the states of a second unit are updated and the states of a third unit are written. With 1,
             states are read when they are needed, and the memory of the buffer is free between updates. This setting
@@ -418,9 +445,18 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanParts)
 
 def _fold(value: object, hint: object) -> object:
     """Return ``value`` as the plain Python type in ``hint``, or unchanged if ``value`` has a different type."""
-    wanted = get_args(hint) or (hint,)
     if isinstance(value, Mapping) and Mapping[str, object] == hint:
         return Options(value)
+    return _plain(value, get_args(hint) or (hint,))
+
+
+def _fold_option(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_fold_option, value))
+    return _plain(value, (int, float))
+
+
+def _plain(value: object, wanted: tuple[object, ...]) -> object:
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -428,26 +464,6 @@ def _fold(value: object, hint: object) -> object:
     if isinstance(value, Integral) and int in wanted:
         return int(value)
     if isinstance(value, Real) and float in wanted:
-        return _as_float(value)
+        with suppress(OverflowError):  # an integer outside the range of float, which the Plan rejects
+            return float(value)
     return value
-
-
-def _fold_option(value: object) -> object:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return _as_float(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(_fold_option(element) for element in value)
-    return value
-
-
-def _as_float(value: Real) -> object:
-    try:
-        return float(value)
-    except OverflowError:  # an integer outside the range of float, which the Plan rejects
-        return value

@@ -93,6 +93,7 @@ class _Range:
 RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
+    "parallel.context_parallel_size": _Range(1, "Use 1, so that each rank has its own sequences"),
     "parallel.shard_size": _Range(1, "Set it to the number of ranks that share one replica of the model"),
     "parallel.compression_rank": _Range(1, "Use 4, or 1 to send the fewest bytes"),
     "parallel.compression_warmup_steps": _Range(3, "Use at least 3, for example a tenth of the run"),
@@ -220,8 +221,11 @@ def single_has_one_rank(plan: PlanParts) -> Iterator[PlanError]:
 
 
 def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject a shard size that does not divide the number of ranks, and a shard size without hsdp."""
+    """Reject a shard size that does not divide the number of ranks, a shard size without hsdp, and a context size that
+    does not fit the plan."""
     parallel = plan.parallel
+    if parallel.context_parallel_size > 1:
+        yield from _context_errors(plan, parallel.context_parallel_size)
     if parallel.strategy != "hsdp":
         problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
         yield from set_fields(plan, "parallel.shard_size", problem, "Use strategy='hsdp', or remove shard_size")
@@ -229,6 +233,37 @@ def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
         fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
         problem = f"must divide the number of ranks ({parallel.num_ranks})"
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
+
+
+def _context_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
+    """Reject a context size that the strategy or the number of ranks does not support, and techniques that are not
+    implemented for slices of a sequence."""
+    parallel, field = plan.parallel, "parallel.context_parallel_size"
+    if parallel.strategy == "single":
+        problem = "is not supported with strategy 'single'"
+        yield PlanError(field, size, problem, "Use strategy='zero3' (the least memory), 'zero2' or 'ddp'")
+        return
+    whole = {"number of ranks": parallel.num_ranks}
+    if parallel.strategy == "hsdp":
+        whole["shard_size"] = parallel.num_shards
+    for name, number in whole.items():
+        if number % size:
+            fitting = [each for each in range(1, number + 1) if number % each == 0]
+            nearest = min(fitting, key=lambda each: (abs(each - size), each))
+            yield PlanError(field, size, f"must divide the {name} ({number})", f"Use context_parallel_size={nearest}")
+    rejected = f"is not supported with context_parallel_size={size}"
+    if plan.batch.seeding != "events":
+        problem = f"{rejected}, because all slices of a sequence would have the same dropout masks"
+        yield PlanError("batch.seeding", plan.batch.seeding, problem, "Set seeding='events'")
+    problem = f"{rejected}, because the gradients of a rank are a part of the gradients of its samples"
+    action = "Set gradient_compression='none', or context_parallel_size=1"
+    yield from set_fields(plan, "parallel.gradient_compression", problem, action)
+    if averages_itself(plan.optimizer.name):
+        action = "Use optimizer='adamw', or context_parallel_size=1"
+        yield PlanError("optimizer.name", plan.optimizer.name, problem, action)
+    if plan.compile.enabled:
+        problem = f"{rejected}, because the compiler does not trace the exchange between the ranks"
+        yield PlanError("compile.enabled", True, problem, "Set compile=False, or context_parallel_size=1")
 
 
 def mps_is_one_device(plan: PlanParts) -> Iterator[PlanError]:

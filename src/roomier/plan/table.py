@@ -111,6 +111,9 @@ def _strategy_rows(plan: PlanParts) -> Iterator[Row]:
     yield _row(plan, "strategy", "parallel.strategy", f"{parallel.strategy}{ranks}{groups}")
     if parallel.strategy != "single":
         yield _row(plan, "reduce", "parallel.reduce_dtype")
+    if parallel.context_parallel_size > 1:
+        words = f"{parallel.context_parallel_size} ranks per sequence"
+        yield Row("context", words, Kind.NEAR, "blocks run on slices; attention exchanges them for heads")
     if parallel.communication != "overlapped":
         yield _row(plan, "communication", "parallel.communication")
     if parallel.find_unused_parameters:
@@ -145,6 +148,8 @@ def _batch_rows(plan: PlanParts) -> Iterator[Row]:
     else:
         words = f"{batch.gradient_clip_algorithm} at most {batch.gradient_clip_val!r}"
         yield _row(plan, "clip", "batch.gradient_clip_algorithm", words)
+    if batch.seeding != "stream":
+        yield _row(plan, "seeding", "batch.seeding")
 
 
 def _activation_row(plan: PlanParts) -> Row:

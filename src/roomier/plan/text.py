@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from roomier.core.errors import PlanError, did_you_mean
@@ -70,13 +71,7 @@ def load_yaml(text: str, source: str | None = None) -> object:
 
     from roomier.plan.yaml_dialect import load
 
-    _check_is_text(text, "YAML")
-    try:
-        return load(text)
-    except PlanError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number outside Python's range
-        raise _unreadable(source or text, "YAML", error) from error
+    return _parsed(text, "YAML", source, load, (yaml.YAMLError, ValueError))
 
 
 def dump_json(values: Mapping[str, object]) -> str:
@@ -94,13 +89,7 @@ def load_json(text: str, source: str | None = None) -> object:
     Raises:
         PlanError: the text is not JSON.
     """
-    _check_is_text(text, "JSON")
-    try:
-        return parse_json(text, object_pairs_hook=_unique_keys)
-    except PlanError:
-        raise
-    except ValueError as error:
-        raise _unreadable(source or text, "JSON", error) from error
+    return _parsed(text, "JSON", source, partial(parse_json, object_pairs_hook=_unique_keys), (ValueError,))
 
 
 def read_file(path: Path) -> object:
@@ -118,14 +107,18 @@ def read_file(path: Path) -> object:
     return load(text, source=str(path))
 
 
-def _check_is_text(text: object, format_name: str) -> None:
+def _parsed(
+    text: str, format_name: str, source: str | None, parse: Callable[[str], object], errors: tuple[type[Exception], ...]
+) -> object:
     if not isinstance(text, (str, bytes)):
         raise PlanError("plan", text, f"must be {format_name} text", "Pass a string. Plan.of reads other values")
-
-
-def _unreadable(source: str, format_name: str, error: Exception) -> PlanError:
-    problem = f"is not valid {format_name}: {' '.join(str(error).split())}"
-    return PlanError("plan", source, problem, "Correct the text")
+    try:
+        return parse(text)
+    except PlanError:
+        raise
+    except errors as error:  # ValueError of YAML: a date or number outside Python's range
+        problem = f"is not valid {format_name}: {' '.join(str(error).split())}"
+        raise PlanError("plan", source or text, problem, "Correct the text") from error
 
 
 def _to_plain(value: object) -> object:

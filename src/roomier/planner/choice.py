@@ -18,13 +18,13 @@ class Considered:
     """Plan that the planner evaluates, skips or rejects.
 
     Attributes:
-        plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
-        micro_batch: number of samples per micro-batch on each rank.
+        plan: plan with a concrete strategy. A rejected plan is only displayed and cannot be built. micro_batch: number
+        of samples per micro-batch on each rank.
         forecast: forecast of the plan; None if the plan was rejected or not evaluated.
         fits: whether the forecast is within the budget.
-        reason: reason why the plan was not chosen; empty for the chosen plan, and for a plan before its evaluation.
-        is_left_out: True if the plan was not evaluated, because it cannot be better than the chosen plan or because the
-            time limit was reached.
+        reason: reason why the plan was not chosen; empty for the chosen plan and for plans that were not evaluated yet.
+        is_left_out: True if the plan was skipped, because it cannot be faster than the chosen plan or because the time
+        limit was reached.
     """
 
     plan: Plan
@@ -57,16 +57,15 @@ class Choice:
     """Result of planning a workload on a machine.
 
     Attributes:
-        machine: machine for which the plans are evaluated.
+        machine: machine for which the plans were evaluated.
         budget_bytes: memory that a device may use.
-        chosen: the fastest plan that fits, confirmed by a dry run if a dry run supports the plan; None if no plan fits.
+        chosen: the fastest plan that fits, confirmed by a dry run if dry runs support it; None if no plan fits.
         considered: the chosen plan, followed by the plans that fit (fastest first), the plans that do not fit (smallest
-            excess first), the rejected plans, and at most one plan per strategy that was not evaluated.
+        excess first), the rejected plans, and at most one plan per strategy that was not evaluated.
         planning_s: duration of the search in seconds.
-        num_plans: number of compared plans, including plans that ``considered`` omits, but excluding plans that rules
-            reject.
-        is_complete: whether the search was completed before the time limit. If not, the plans in ``considered`` that
-            were not evaluated state the time limit as the reason.
+        num_plans: number of compared plans, including those that ``considered`` omits, but excluding rejected plans.
+        is_complete: whether the search finished before the time limit. If it did not, the skipped plans in
+        ``considered`` have the time limit as their reason.
     """
 
     machine: Machine
@@ -79,7 +78,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """One sentence that states the chosen plan and the reason for the choice.
+        """Sentence that describes the chosen plan and the reason for the choice.
 
         Raises:
             AssertionError: no plan fits.
@@ -103,8 +102,8 @@ class Choice:
         return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}"
 
     def _why_tiers(self, chosen: Forecast) -> str:
-        """Return text that states how the chosen plan uses lower tiers, and why; empty if the plan uses no lower
-        tiers."""
+        """Return a description of the lower tiers that the chosen plan uses and the reason for using them; empty if it
+        uses none."""
         used = tiers_text(chosen)
         if not moves_states(chosen.plan):
             return f"; {used}" if used else ""
@@ -144,8 +143,8 @@ def moves_states(plan: Plan) -> bool:
 
 
 def tiers_text(forecast: Forecast) -> str:
-    """Return text that states how much host memory and disk space one rank uses, such as ``"3.1 GiB on disk, 1.2 TiB
-    written per day"``; empty if the plan does not offload."""
+    """Return the host memory and disk space that one rank uses, such as ``"3.1 GiB on disk, 1.2 TiB written per day"``;
+    empty if the plan does not offload."""
     parts = []
     if forecast.host_bytes:
         pinned = " (pinned)" if forecast.pinned_bytes == forecast.host_bytes else ""
@@ -158,7 +157,7 @@ def tiers_text(forecast: Forecast) -> str:
 
 
 def words_of(plan: Plan, micro_batch: int) -> str:
-    """Return text with the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
+    """Return the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
     samples"``."""
     parallel = plan.parallel
     words = [parallel.strategy]
@@ -171,10 +170,10 @@ def words_of(plan: Plan, micro_batch: int) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """Return short descriptions of the memory techniques of ``plan``, and its precision, unless the precision is
-    ``"32-true"``."""
-    activation = plan.activation
-    words: list[str] = []
+    """Return short descriptions of the context size, the memory techniques and the precision of ``plan``. The precision
+    ``"32-true"`` is omitted."""
+    activation, num_peers = plan.activation, plan.parallel.num_peers
+    words = [f"{num_peers} ranks per sequence"] if num_peers > 1 else []
     if activation.policy != "none":
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
     tiers = {"cpu": "in host memory", "disk": "on disk"}

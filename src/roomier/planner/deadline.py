@@ -1,4 +1,4 @@
-"""Time limits of the planner's searches. A search for a plan delays the start of a run."""
+"""Time limits of the planner's searches, which delay the start of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SEARCH_S = 120.0
 ADVICE_S = 60.0
 """Time limit of the search for alternatives if no plan fits, in seconds."""
 AFTER_OUT_OF_MEMORY_S = 20.0
-"""Time limit of the search for a smaller plan after a device ran out of memory, in seconds. The other ranks wait during
-this search."""
+"""Time limit of the search for a smaller plan after an out-of-memory error, in seconds. The other ranks wait for this
+search."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """Point in time after which a search evaluates no additional plans.
+    """Point in time after which a search evaluates no further plans.
 
     Args:
         limit_s: maximum duration of the search in seconds.
@@ -65,5 +65,5 @@ class Deadline:
 
     @property
     def longer(self) -> str:
-        """Action for an error message, which describes how to extend the time limit."""
+        """Advice for an error message on how to extend the time limit."""
         return f"Set {PLANNING}={max(600, round(5 * self.limit_s))} to search longer than {self.limit_s:g} s"

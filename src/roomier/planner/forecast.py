@@ -1,4 +1,4 @@
-"""The cost of one plan: the memory during a step, and the duration of the step."""
+"""Forecast of one plan: memory during a step, and step time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roomier.plan import Plan
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.kinds import Interval, Kind
 
-_SHARE_OF_HOST = 0.8  # the remaining memory is for the dataset, its workers and the system
+_SHARE_OF_HOST = 0.8  # the dataset, its workers and the system use the rest
 _SHARE_OF_DISK = 0.95
 _DAY_S = 24 * 60 * 60
 
@@ -22,12 +22,11 @@ class StepTime:
 
     Attributes:
         compute_s: duration of the forward and backward passes of all micro-batches, including recomputation.
-        recompute_s: part of ``compute_s`` that is spent on recomputation.
+        recompute_s: duration of recomputation, which is part of ``compute_s``.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: duration of the transfers of offloaded data, in both directions, that do not overlap with
-            computation.
-        update_s: duration of clipping and of the optimizer step.
+        offload_s: part of the transfers of offloaded data, in both directions, that does not overlap with computation.
+        update_s: duration of gradient clipping and of the optimizer step.
     """
 
     compute_s: float
@@ -45,7 +44,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank transfers in one optimizer step between its device and the lower tiers. Activations are
+    """Bytes that one rank transfers between its device and the lower tiers in one optimizer step. Activations are
     counted only if they are offloaded to disk.
 
     Attributes:
@@ -66,23 +65,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Cost of one plan on one machine, for the rank that requires the most memory.
+    """Forecast of one plan on one machine, for the rank that requires the most memory.
 
     Attributes:
         plan: plan with a concrete strategy, never ``"auto"``.
         machine: machine that the forecast is for.
         micro_batch: number of samples per micro-batch on each rank.
         method: ``"dry run"`` or ``"closed form"``.
-        timeline: memory during an optimizer step, in execution order. The first step of a run can differ.
-        fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
-        host_bytes: bytes that one rank uses in host memory for offloaded data (0 if the device is the host) and for the
-            compiler of low-bit updates.
+        timeline: memory during an optimizer step after the first, in execution order.
+        fixed_bytes: device memory that is used in addition to tensors, by purpose (``"context"``, ``"allocator"``,
+            ...).
+        host_bytes: host memory that one rank uses for offloaded data (0 if the device is the host) and for the compiler
+            of low-bit updates.
         time: duration of one step; None if it was not computed.
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.
-        remark: sentence that states which activations the blocks save with an activation budget, or that a less
-            accurate method was used; empty without a budget.
+        remark: sentence that describes which activations the blocks save under an activation budget, or why a less
+            accurate method was used; empty if there is no budget.
     """
 
     plan: Plan
@@ -100,7 +100,7 @@ class Forecast:
 
     @cached_property
     def peak(self) -> Interval:
-        """Interval of the step with the highest total number of tensor bytes."""
+        """Interval of the step with the largest total size of tensors."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
@@ -110,7 +110,7 @@ class Forecast:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors at the peak."""
+        """Total size of all tensors at the peak, in bytes."""
         return self.peak.peak_bytes
 
     @property
@@ -121,7 +121,7 @@ class Forecast:
     @property
     def global_batch(self) -> int:
         """Number of samples per optimizer step."""
-        return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
+        return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_data_ranks
 
     @property
     def written_bytes_per_day(self) -> int | None:
@@ -131,8 +131,8 @@ class Forecast:
         return round(self.traffic.disk_written_bytes * _DAY_S / self.time.total_s)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether the plan requires at most ``budget_bytes`` on the device, and the offloaded data of a node
-        fits in its host memory and on its disk."""
+        """Return whether the peak on the device is at most ``budget_bytes``, and the offloaded data of each node fits
+        in its host memory and on its disk."""
         return self.peak_bytes <= budget_bytes and not self.full_tier
 
     @property

@@ -1,5 +1,5 @@
-"""Workloads for Hugging Face configurations. A workload contains the shapes of the model and a batch with the inputs
-that the model class expects."""
+"""Workloads for Hugging Face configurations, which contain the shapes of the model and of a batch with the inputs that
+the model expects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DEFAULT_TOKENS = 2048
 _DEFAULT_LABEL_TOKENS = 128  # length of a transcript in tokens
 _DEFAULT_IMAGE_SIZE = 224
 
-# Classes that are tried in this order if a configuration names no class. AutoModelForCausalLM is last, because it can
-# select only a part of a model, such as a decoder that can also be used as a language model.
+# Classes that are tried in this order if a configuration does not name a class. AutoModelForCausalLM is last, because
+# it may select only a part of a model, such as the decoder of an encoder-decoder model.
 _AUTO_CLASSES = (
     "AutoModelForPreTraining",
     "AutoModelForMaskedLM",
@@ -67,14 +67,14 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def _special_float(values: dict[str, Any]) -> Any:
-    """Convert ``{"__float__": "Infinity"}``, which transformers writes for a number that JSON cannot represent, to a
-    float. Return other dictionaries unchanged."""
+    """Convert a dict such as ``{"__float__": "Infinity"}``, with which transformers represents non-finite numbers in
+    JSON, to a float. Return other dicts unchanged."""
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """Return a workload that contains a model constructed from ``config`` and a batch for this model. All tensors are
-    on the meta device and use no memory.
+    """Return a workload with a model that is constructed from ``config``, and a batch for it. All tensors are on the
+    meta device.
 
     Args:
         config: transformers configuration.
@@ -85,7 +85,7 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
 
     Raises:
         RoomierError: no model class that computes a loss is known for ``config``, the batch format of the class is not
-            supported, or ``num_tokens`` exceeds the maximum of the model.
+            supported, or ``num_tokens`` exceeds the maximum length of the model.
     """
     kind = model_class(config)
     make_batch = _batch_of(kind)
@@ -98,8 +98,7 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
 
 
 def model_class(config: PreTrainedConfig) -> type[nn.Module]:
-    """Return the class that ``config`` lists in ``architectures`` if the class computes a loss, otherwise a class for
-    the type of the model.
+    """Return the class in ``architectures`` of ``config`` if it computes a loss, otherwise a class for the model type.
 
     Raises:
         RoomierError: no class that computes a loss is known.
@@ -113,7 +112,7 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
                 problem = f"computes its loss from {', '.join(_inputs(each)[:3])}, so its batch format is unknown"
                 action = f"Pass --model transformers.{each.__name__} and --input for each of its inputs"
                 raise RoomierError("hf", each.__name__, problem, action)
-            return cast(type[nn.Module], each)  # masked autoencoders, which sample their mask
+            return cast(type[nn.Module], each)  # masked autoencoders, which sample a mask
     of_kind = [getattr(transformers, auto)._model_mapping.get(type(config), None) for auto in _AUTO_CLASSES]
     for found in (*named, *of_kind):
         kind = found[0] if isinstance(found, (list, tuple)) else found
@@ -129,8 +128,8 @@ def _inputs(kind: type[nn.Module]) -> list[str]:
     return [name for name in inspect.signature(kind.forward).parameters if name not in ("self", "kwargs")]
 
 
-# Functions that convert (configuration, number of samples, length) to the keyword arguments of forward. Tensors are
-# created on the current default device.
+# Functions that create the keyword arguments of forward, given the configuration, the number of samples and the length.
+# Tensors are on the current default device.
 
 _MakeBatch = Callable[[Any, int, int | None], dict[str, Any]]
 
@@ -187,7 +186,8 @@ def _images(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, T
 
 def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
     num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-    # Whisper's encoder halves the number of frames of its 30-second input. Other models accept any number of frames.
+    # Whisper requires 30 seconds of input, whose number of frames its encoder halves. Other models accept any number of
+    # frames.
     num_frames = 2 * getattr(config, "max_source_positions", 1500)
     longest = config.max_target_positions
     num_labels = _checked(num_tokens, longest) if num_tokens else min(longest, _DEFAULT_LABEL_TOKENS)

@@ -22,18 +22,17 @@ from roomier.planner.fake import known_values
 class Workload:
     """A module and one of its micro-batches.
 
-    Only the shapes are used, so the module and the micro-batch may be on ``meta``. Values of small integer tensors are
-    retained if they exist, because shapes can depend on sequence lengths and masks.
+    Only shapes are used, so the module and the micro-batch may be on ``meta``. Small integer tensors retain their
+    values, because shapes can depend on sequence lengths and masks.
 
     Args:
-        module: module to plan for. The module is neither run nor changed. Dry runs use copies of the module that have
-            the same shapes.
+        module: module to plan for. It is neither run nor modified, because dry runs use copies with the same shapes.
         batch: micro-batch in the form that the loader yields.
         batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
-        copies: copies of the weights that callbacks of the run store, such as averages.
+        copies: copies of the weights that callbacks of the run hold, such as averages.
 
     Raises:
-        RoomierError: the module uses manual optimization, so the operations of a step are unknown before the step runs.
+        RoomierError: the module uses manual optimization, so the operations of a step cannot be determined in advance.
 
     Example:
         >>> workload = Workload.of(nn.Linear(8, 2), (torch.empty(4, 8), torch.empty(4, dtype=torch.long)))
@@ -53,10 +52,10 @@ class Workload:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Workload:
-        """Return the workload of ``model`` and ``batch``. ``model`` can have any form that ``Trainer.fit`` accepts.
-        Only the shapes of the model and the batch are retained.
+        """Return the workload of ``model``, which can have any form that ``Trainer.fit`` accepts, and ``batch``. Only
+        their shapes are used.
 
-        The number of samples is the size of dimension 0 in the first tensor of ``batch``.
+        The number of samples is the size of dimension 0 of the first tensor in ``batch``.
         """
         return cls(as_module(model), map_tensors(_shape_of, batch), batch_size_of(batch))
 

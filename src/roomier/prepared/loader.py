@@ -1,8 +1,8 @@
 """Prepared loader, which yields this rank's batches on its device and detects the last batch.
 
-All ranks read the same number of full batches. The samples or batches that the ranks read in one step are a round. As
-in Accelerate, the first samples of the epoch fill an incomplete last round. At the end of the epoch, the number of
-samples in this round that are not repeated is known.
+All ranks read the same number of full batches. The samples or batches that they read in one step are a round. As in
+Accelerate, the first samples of the epoch fill an incomplete last round, and the number of samples in this round that
+are not repeated is known at the end of the epoch.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class PreparedScheduler:
     """Proxy for ``scheduler`` that steps with the optimizer.
 
     A scheduler in a script for Accelerate counts the batches of all processes. An optimizer step consumes one batch per
-    process. Therefore, the scheduler steps once per process in each optimizer step, unless ``splits_batches`` is set.
+    process. The scheduler therefore steps once per process in each optimizer step, unless ``splits_batches`` is set.
 
     Args:
         scheduler: scheduler to wrap.

@@ -16,7 +16,7 @@ from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.engine.prepared import planner_errors
+from roomier.engine.prepared import loop_errors
 from roomier.launch import present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.loggers.group import LoggerGroup, is_logger
@@ -143,7 +143,7 @@ def _check(plan: Plan) -> None:
         problem = f"is not supported with {lazy.keyword}, whose logits are not in the graph that DDP searches"
         action = f"Remove {lazy.keyword} from the plan, or {together[0].lower()}{together[1:]}"
         found.append(("find_unused_parameters", True, problem, action))
-    refuse([*planner_errors(plan), *(PlanError(*each) for each in found)])
+    refuse([*loop_errors(plan), *(PlanError(*each) for each in found)])
 
 
 _NAME = re.compile(r"checkpoint_(\d+)")

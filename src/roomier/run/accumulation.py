@@ -70,7 +70,7 @@ class GlobalBatch:
         batch_size: number of samples per micro-batch; None if the loader determines this number and roomier cannot
             change it.
         accumulate: number of micro-batches per step on each rank.
-        num_ranks: number of ranks, each of which processes separate micro-batches.
+        num_ranks: number of data ranks, each of which processes separate micro-batches.
     """
 
     batch_size: int | None

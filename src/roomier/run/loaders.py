@@ -17,6 +17,7 @@ from roomier.core.ranks import Ranks
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
 from roomier.data.loaders import list_of_set
+from roomier.data.peers import check_peer_lengths
 from roomier.data.rebuild import batch_size_of, with_batch_size
 from roomier.data.source import Source, check_counts
 from roomier.run.options import LoopOptions
@@ -30,11 +31,12 @@ class RunLoaders:
         loaders: the loaders that the user passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
         datamodule: the DataModule of the call, or None.
         options: settings that contain the limits on batches.
-        ranks: the ranks that share the data.
+        ranks: the ranks of the run.
         pins: True to copy batches to pinned memory.
 
     Attributes:
         found: the loaders that were used, in the form in which they were passed or defined.
+        ranks: the ranks of the run. Their final arrangement is set before a source is created.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class RunLoaders:
         self._module = module
         self._datamodule = datamodule
         self._options = options
-        self._ranks = ranks
+        self.ranks = ranks
         self._loaders = loaders
         self._train_loader: Any = None
         self._set_batch_size: int | None = None
@@ -119,7 +121,7 @@ class RunLoaders:
                 self.train_loader,
                 name="train_dataloaders",
                 seed=torch.initial_seed() % 2**63,
-                ranks=self._ranks,
+                ranks=self.ranks.data,
                 draws_order=isinstance(self._module, LightningAdapter),
                 allows_empty=isinstance(self._module, LightningAdapter),  # a fit of Lightning then ends without a step
                 shuffle_allowed=not self._options.overfit_batches,
@@ -142,7 +144,9 @@ class RunLoaders:
                 num_batches = source.num_batches
             else:
                 num_batches = limit(source.num_batches)
-            self._num_training_batches = min(self._ranks.gather(num_batches))
+            self._num_training_batches = min(self.ranks.gather(num_batches))
+            if not self.ranks.peers.is_alone:
+                check_peer_lengths(self.ranks, source.loader, source.name)
         return self._num_training_batches
 
     def evaluation(self, name: str, *, shuffle_allowed: bool = True) -> tuple[list[Source], list[float]]:
@@ -157,9 +161,12 @@ class RunLoaders:
         options, field = self._options, f"{name}_dataloaders"
         if getattr(options, f"limit_{name}_batches") == 0:
             return [], []
-        seed, ranks = torch.initial_seed() % 2**63, self._ranks
+        ranks = self.ranks
+        seed = ranks.peers.from_zero(torch.initial_seed() % 2**63)
         loaders = as_loaders(self._find(name), field)
         check_counts(ranks.gather(len(loaders)), field, loaders)
+        for loader in () if ranks.peers.is_alone else loaders:
+            check_peer_lengths(ranks, loader, field)
         if name == "predict":
             for loader in loaders:
                 _check_is_predicted(loader, field)
@@ -168,7 +175,7 @@ class RunLoaders:
                 loader,
                 name=field,
                 seed=seed,
-                ranks=ranks,
+                ranks=ranks.data,
                 shuffle_allowed=shuffle_allowed,
                 training=False,
                 pin_memory=self._pins,
@@ -192,7 +199,7 @@ class RunLoaders:
             elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's default raises an error
                 found = getattr(data, f"{name}_dataloader")()
         self.found[name] = found
-        return list_of_set(found, f"{name}_dataloaders", self._ranks) if isinstance(found, Set) else found
+        return list_of_set(found, f"{name}_dataloaders", self.ranks) if isinstance(found, Set) else found
 
 
 def _check_is_predicted(loader: Any, name: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from roomier.core.errors import CheckpointError, RoomierError
-from roomier.core.paths import check_path
+from roomier.checkpoint.commit import at_home
+from roomier.core.errors import RoomierError
 from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
@@ -48,11 +48,12 @@ class LoopOptions:
         deterministic: if True, use deterministic algorithms. ``"warn"`` warns about operations that have no
             deterministic algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``; None leaves the current value unchanged.
-        detect_anomaly: if True, find the forward operation that causes NaN in backward.
+        detect_anomaly: if True, find the forward operation that causes NaN in the backward pass.
         enable_plan_table: if True, print the Plan at the start of a fit. None means True.
         profiler: name of a profiler, a ``torch.profiler.profile``, or an object with a method ``profile(name)``.
         hang_timeout: time without progress after which the ranks print a report and exit. None disables the check.
-        default_root_dir: folder that contains the run folders.
+        default_root_dir: folder or address that contains the run folders.
+        upload_errors: ``"raise"`` if a failed upload to remote storage ends the fit.
 
     Raises:
         RoomierError: a value is invalid, or two values contradict each other.
@@ -82,6 +83,7 @@ class LoopOptions:
     profiler: Any = None
     hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT
     default_root_dir: str | Path | None = None
+    upload_errors: str = "warn"
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch"):
@@ -120,7 +122,9 @@ class LoopOptions:
             problem = "must be at most 30 minutes, after which every collective operation fails"
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
         if self.default_root_dir is not None:
-            check_path("default_root_dir", self.default_root_dir, CheckpointError)
+            at_home(self.default_root_dir, "default_root_dir")
+        if self.upload_errors not in ("warn", "raise"):
+            raise RoomierError("upload_errors", self.upload_errors, "is unknown", "Use 'warn' or 'raise'")
         object.__setattr__(self, "_given", {name: getattr(self, name) for name in self.__dataclass_fields__})
         for name, value in self._implied().items():
             object.__setattr__(self, name, value)

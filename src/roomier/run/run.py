@@ -20,6 +20,8 @@ from roomier.api.hooks import HookTable
 from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.checkpoint.uploads import Uploads
+from roomier.core.device.events import Events
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.log import notice
 from roomier.core.metric_names import check_metric_name
@@ -73,6 +75,8 @@ class Run:
         saves: written and pending checkpoints.
         looks: functions that every rank calls before each check that the loss is finite.
         profiler: profiler that is stepped after each optimizer step; None if no profiler is used.
+        uploads: copies of the checkpoints in remote storage; None if the run has none, or has ended.
+        events: seeds of the micro-batches; None if the generators continue from one step to the next.
     """
 
     settled: Settled
@@ -88,6 +92,8 @@ class Run:
     saves: Saves = field(default_factory=Saves)
     looks: list[Callable[[], None]] = field(default_factory=list)
     profiler: torch.profiler.profile | None = None
+    uploads: Uploads | None = None
+    events: Events | None = None
 
     def __post_init__(self) -> None:
         self._vote = Vote(self.ranks)

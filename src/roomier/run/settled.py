@@ -21,6 +21,7 @@ from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress
 from roomier.run.states import TrainerState
+from roomier.storage.mirror import local_of
 
 if TYPE_CHECKING:
     from roomier.planner.choice import Choice
@@ -133,7 +134,7 @@ class Start:
     def given_path(self) -> str:
         """Real path of the checkpoint if the user passed its path; otherwise ``""``. The run never removes this
         checkpoint."""
-        return "" if self.checkpoint is None or self.is_last else os.path.realpath(self.checkpoint)
+        return "" if self.checkpoint is None or self.is_last else os.path.realpath(local_of(self.checkpoint))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from roomier.core.device.rng import preserved_rng, rng_state, set_rng_state
 from roomier.core.errors import RoomierError, TrainingError, shorten
 from roomier.core.tree import leaves, map_tensors, tensors
 from roomier.core.world import World
+from roomier.data.peers import compared
 from roomier.data.source import Source
 from roomier.data.turns import Turn
 from roomier.run.logged.results import Results
@@ -138,6 +140,8 @@ def turns(run: Run, source: Source, opened: Iterator[Turn]) -> Iterator[Turn]:
     Raises:
         EvaluationCutError: a signal stops the run.
     """
+    if not run.ranks.peers.is_alone:
+        opened = compared(run.ranks, opened, source, each=math.isinf(source.num_batches))
     try:
         for turn in opened:
             run.vote()
@@ -195,7 +199,7 @@ def on_host(run: Run, output: Any) -> Any:
 
 
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
-    by_rank = run.ranks.gather(kept, allows_pickle=True)
+    by_rank = run.ranks.data.gather(kept, allows_pickle=True)
     outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
     return [outputs[number] for number in sorted(outputs)]
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from roomier.api.callback import GoBackError
 from roomier.core.device.rng import set_rng_state
+from roomier.data.peers import check_peers, compared
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.run import Run, call
 from roomier.train.evaluate import note_batches, validate_within_fit
 from roomier.train.reload import reload_loaders
 from roomier.train.saving.restore import go_back
 from roomier.train.saving.save import report_nothing_to_do, save_point
-from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
+from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of, with_events
 
 
 def fit(run: Run) -> None:
@@ -30,6 +31,8 @@ def fit(run: Run) -> None:
     step = TrainingStep(run)
     install_step_hooks(run, step)
     forward_backward, update = forward_backward_of(run), update_of(run)
+    if run.events is not None:
+        forward_backward = with_events(run.events, forward_backward)
     if not begin(run):
         return
     is_over, is_training = catch_up(run), True
@@ -72,6 +75,8 @@ def start_epoch(run: Run) -> Iterator[Any]:
     if progress.batch_idx == 0:
         call(run.hooks.on_train_epoch_start)
     batches = run.source.start(progress.epoch)
+    if not run.ranks.peers.is_alone:
+        batches = compared(run.ranks, batches, run.source)
     progress.batch_idx = run.source.num_batches_done  # a resumed epoch skips these batches
     return batches
 
@@ -208,6 +213,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 def log_step(run: Run, *, is_last: bool = False) -> None:
     """Write the row of values for a log step, or for the last step. This function waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
+    if not run.ranks.peers.is_alone and run.now.window is not None:
+        check_peers(run.ranks, run.now.window.batches, run.source)
     check_finite(run, "at a log step", losses)
     row, own = dict[str, Any](), dict[str, Any]()
     if run.loggers.loggers:

@@ -1,14 +1,14 @@
 """Predictions that are computed one at a time, on request.
 
 [Note: roll call]
-Ranks predict together, because they all-gather sharded weights in forward and outputs after the forward pass. However,
-user code runs between two predictions and may exit the stream on only one rank, with ``break``, ``close`` or an error.
-The other ranks would then wait in a collective that the exited rank never enters.
+Ranks predict together, because they all-gather sharded weights in the forward pass and outputs after it. However, user
+code runs between two predictions and may exit the stream on only one rank, with ``break``, ``close`` or an error. The
+other ranks would then wait in a collective that the exited rank never enters.
 
-Therefore, before each round, each rank announces that it is present or that it has left. The rank starts the round only
-after it has received the announcements of all ranks. The announcements are written to the store of the process group,
-not sent in a collective. A rank can therefore leave at any time without waiting, including during garbage collection
-and at the end of the process.
+Before each round, each rank therefore announces that it is present or that it has left, and starts the round only after
+it has received the announcements of all ranks. The announcements are written to the store of the process group instead
+of being sent in a collective, so a rank can leave at any time without waiting, including during garbage collection and
+at the end of the process.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _of_source(
         if run.ranks.is_alone:
             yield output
         else:
-            of_round = run.ranks.gather((run.now.batch_number, output) if counts else None, allows_pickle=True)
+            of_round = run.ranks.data.gather((run.now.batch_number, output) if counts else None, allows_pickle=True)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None

@@ -17,6 +17,7 @@ from roomier.api.engine import StepHooks
 from roomier.api.hooks import step_of
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.core.device.events import Events
 from roomier.core.errors import TrainingError
 from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
@@ -52,8 +53,9 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = step_of(run.module, "training_step")
         self.counts_batches = not run.module.automatic_optimization
-        is_share = run.module.loss_reduction == "mean"  # the loss is a share of the mean over all ranks
-        self._num_shares = run.ranks.world.size if is_share else 1
+        # The loss is a share of the mean over all ranks. A sum is divided only among ranks that read the same samples.
+        is_mean = run.module.loss_reduction == "mean"
+        self._num_shares = run.ranks.world.size if is_mean else run.ranks.mesh.num_peers
         self.log_interval = run.options.log_every_n_steps
         self.batch_idx, self.first_step, self.first_batch = -1, 0, 0
         self._output: Any = None
@@ -121,17 +123,21 @@ class TrainingStep:
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
     """Set the hooks that the engine calls inside ``forward_backward``."""
     module, hooks, engine = run.module, run.hooks, run.engine
+    start, transfer = step.start, transfer_of(run)
+    if run.events is not None:  # before all functions of the user that run in a micro-batch
+        seeded = run.events.seeded
+        start, transfer = (seeded(start), None) if transfer is None else (start, seeded(transfer))
     engine.hooks = StepHooks(
         batch_loss=step.take_loss,
         before_backward=hooks.on_before_backward,
         after_backward=hooks.on_after_backward,
-        batch_start=step.start,
+        batch_start=start,
         batch_end=step.end,
         is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
         keeps_gradients=True,
         backward=module.backward if overrides(module, "backward", Module) else Tensor.backward,
-        transfer=transfer_of(run),
+        transfer=transfer,
     )
     if hooks.on_gradient:
         engine.hooks.change_gradient = _change_gradient(run)
@@ -241,6 +247,18 @@ def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor 
     return forward_backward
 
 
+def with_events(
+    events: Events, compute: Callable[[TrainingStep, list[Any]], Tensor | None]
+) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
+    """Return the function ``compute`` that :func:`forward_backward_of` returned, with the generators of ``events``."""
+
+    def forward_backward(step: TrainingStep, window: list[Any]) -> Tensor | None:
+        with events.window(step.first_step):  # with manual optimization, the number of the batch
+            return compute(step, window)
+
+    return forward_backward
+
+
 def takes_closure(run: Run) -> bool:
     """Return True if the update computes the gradients in a closure. See [Note: closures] in
     ``docs/design/train.md``."""
@@ -253,7 +271,7 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
     # training_step runs backward and the update.
     def forward(step: TrainingStep, window: list[Any]) -> None:
         batch = run.engine.move(window[0])
-        step.start(batch, 0)
+        run.engine.hooks.batch_start(batch, 0)
         output = run.engine.forward(lambda each: step(each, 0), batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
@@ -292,7 +310,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
 
 
 def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
-    """Return the functions that run between backward and the update: hooks, then gradient clipping."""
+    """Return the functions that run between the backward pass and the update: hooks, then gradient clipping."""
     module, batch_plan = run.module, run.plan.batch
     limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
     before = run.hooks.on_before_optimizer_step

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.api.adapt import as_module, seen_by_user
@@ -40,8 +39,9 @@ from roomier.run.logged.results import Results
 from roomier.run.options import LoopOptions
 from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
-from roomier.run.settled import Request
+from roomier.run.settled import Fitted, Request
 from roomier.run.states import TrainerFn, TrainerState, TrainerStatus
+from roomier.storage.mirror import local_of
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
 from roomier.trainer.keywords.arguments import (
@@ -85,27 +85,6 @@ _INSTEAD = {
 """Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
 
 
-class MetricsSnapshot(dict[str, Any]):
-    """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
-
-    Args:
-        metrics: current values by name.
-        given: dict that stores the assigned values.
-    """
-
-    def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
-        super().__init__(metrics)
-        self._given = given
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._given[name] = value
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-
 def _not_known() -> float:
     return math.inf
 
@@ -136,6 +115,8 @@ class TrainerAttributes(TrainerView):
         should_stop: True ends training at the next save point.
         run: the run of the last call; None before the first call.
         fitted: the run of the last fit.
+        known_fit: results of the last fit if it ran on the ranks of a notebook.
+        is_in_notebook: True if this process only starts the ranks and receives their results.
         choice: the plans that the planner compared for the last fit. None if the plan was given.
         shapes: copy of the module of the last fit without values, created before the module was built. None if no
             callback needs the copy.
@@ -187,7 +168,8 @@ class TrainerAttributes(TrainerView):
         self.state = TrainerState()
         self.should_stop = False
         self.own_optimizer = None if given["optimizer"] is None else own_optimizer_of(given["optimizer"])
-        self.log_dir = self.default_root_dir
+        self.log_dir = str(local_of(at_home(self.default_root_dir)))
+        self.is_in_notebook = False
         self.set_path: Path | str | None = None
         self.read_path: str | None = None
         self.was_interrupted = False
@@ -198,6 +180,7 @@ class TrainerAttributes(TrainerView):
         ``progress``."""
         self.run: Run | None = None
         self.fitted: Run | None = None
+        self.known_fit: Fitted | None = None
         self.choice: Choice | None = None
         self.shapes: Module | None = None
         self.request: Request | None = None
@@ -211,6 +194,21 @@ class TrainerAttributes(TrainerView):
         self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
         self.predict_loop = PredictLoop()
         self.copied_progress = progress
+
+    def continue_from(self, module: Module | None, datamodule: Any, known_fit: Fitted | None) -> None:
+        """Continue after calls that ran in other processes.
+
+        Args:
+            module: module of the last call.
+            datamodule: DataModule of the last call.
+            known_fit: results of the last fit.
+        """
+        self._module, self.datamodule, self.known_fit = module, datamodule, known_fit
+
+    @property
+    def last_module(self) -> Module | None:
+        """Module of the last call."""
+        return self._module
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy of the Trainer. The state contains the settings, the step and the epoch, but not
@@ -276,7 +274,7 @@ class TrainerAttributes(TrainerView):
 
     @property
     def default_root_dir(self) -> str:
-        """Folder that contains the run folders."""
+        """Folder or address that contains the run folders."""
         return str(at_home(self.options.default_root_dir or "runs"))
 
     @property
@@ -354,28 +352,6 @@ class TrainerAttributes(TrainerView):
         return Results() if self.run is None else self.run.results
 
     @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. If a callback assigns a value, this value is returned until a value is logged under the
-        same name."""
-        return self._shown("callback")
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Latest value of each column in the log, even if its row has not been written yet."""
-        return self._shown("logged")
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Values logged with ``prog_bar=True``, as numbers. Reading the values waits for the device."""
-        return self._shown("progress_bar")
-
-    def _shown(self, what: str) -> dict[str, Any]:
-        given = self.given_metrics[what]
-        if self.run is None:
-            return MetricsSnapshot(given, given)
-        return MetricsSnapshot({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
-
-    @property
     def engine(self) -> Engine:
         """Engine of the last run.
 
@@ -404,51 +380,6 @@ class TrainerAttributes(TrainerView):
         """Number of batches per epoch of the last fit; infinite before the first fit, and for a loader without a
         length."""
         return self.count_training_batches()
-
-    @property
-    def num_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader in the last fit or the last call of ``validate``."""
-        return list(self.num_batches_of.get("validate" if self.state.fn is TrainerFn.VALIDATING else "fit", ()))
-
-    @property
-    def num_sanity_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader in the sanity check before training."""
-        return [min(self.options.num_sanity_val_steps, number) for number in self.num_batches_of.get("fit", ())]
-
-    @property
-    def num_test_batches(self) -> list[float]:
-        """Number of batches of each test loader."""
-        return list(self.num_batches_of.get("test", ()))
-
-    @property
-    def num_predict_batches(self) -> list[float]:
-        """Number of batches of each prediction loader."""
-        return list(self.num_batches_of.get("predict", ()))
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader, in the form in which it was passed or defined. None before the first fit."""
-        return self.seen_loaders.get("train")
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loaders, in the form in which they were passed or defined."""
-        return self.seen_loaders.get("val")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loaders, in the form in which they were passed or defined."""
-        return self.seen_loaders.get("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The prediction loaders, in the form in which they were passed or defined."""
-        return self.seen_loaders.get("predict")
-
-    @property
-    def enable_validation(self) -> bool:
-        """True if a fit runs validation. The value is valid after the loaders are created."""
-        return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -504,11 +435,6 @@ class TrainerAttributes(TrainerView):
         run = self.run
         is_of_call = run is not None and run.settled.request is self.request
         return self.was_interrupted or bool(self.is_running and run and is_of_call and run.now.is_interrupted)
-
-    @property
-    def seen_loaders(self) -> dict[str, Any]:
-        """The loaders that the user passed or defined. Keys: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
-        return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:

@@ -15,6 +15,7 @@ from roomier.api.module import Module, network_of
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks import MemoryForecast
 from roomier.callbacks.progress_display import duration_text
+from roomier.checkpoint.commit import at_home
 from roomier.core.device.resolve import resolve_device
 from roomier.core.device.rng import preserved_rng
 from roomier.core.log import notice
@@ -23,6 +24,7 @@ from roomier.plan import Plan
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.memory.kinds import total_bytes
 from roomier.run.run import Run
+from roomier.storage.mirror import local_of, shown
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.keywords.arguments import ordered
 
@@ -69,15 +71,15 @@ def report_end(trainer: TrainerAttributes, run: Run) -> None:
     losses = [name for name in evaluated if "loss" in name.lower()] or list(evaluated)[:1]
     texts += [f"{printable(name)} {float(evaluated[name]):.4g}" for name in losses]
     if run.folder is not None:
-        texts.append(f"run folder {run.folder}")
+        texts.append(f"run folder {shown(run.folder)}")
     monitors, last = trainer.checkpoint_callback, run.saves.path
     best = monitors.best_model_path if getattr(monitors, "monitor", None) else ""
     if last is not None:
-        is_best = best and Path(best).absolute() == last.absolute()
+        is_best = best and local_of(at_home(best)).absolute() == last.absolute()
         texts.append(f"{'last and best' if is_best else 'last'} checkpoint {_below(run.folder, last)}")
         best = "" if is_best else best
     if best:
-        texts.append(f"best checkpoint {_below(run.folder, Path(best))}")
+        texts.append(f"best checkpoint {_below(run.folder, local_of(at_home(best)))}")
     texts += [each.record.line() for each in trainer.callbacks if isinstance(each, MemoryForecast) and each.record]
     notice(" | ".join(texts))
 
@@ -96,7 +98,7 @@ def _reason(run: Run) -> str:
 def _below(folder: Path | None, path: Path) -> str:
     """Return ``path`` relative to ``folder`` if the folder contains it."""
     is_inside = folder is not None and path.absolute().is_relative_to(folder.absolute())
-    return os.path.relpath(path, folder) if is_inside and folder is not None else str(path)
+    return os.path.relpath(path, folder) if is_inside and folder is not None else shown(path)
 
 
 LARGE_BYTES = 2**30

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.lightning_module import with_methods_of_module
 from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, lightning_base
+from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.uploads import check_storage
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.resolve import resolve_device
 from roomier.core.log import notice
@@ -35,15 +37,17 @@ from roomier.run.run import Run
 from roomier.run.settled import Fitted, Request, num_steps_of
 from roomier.run.signals import REQUEUES, GracefulStop
 from roomier.run.states import RunningStage, TrainerStatus
+from roomier.storage.mirror import local_of
 from roomier.train.evaluate import EvaluationCutError
 from roomier.train.manual import ManualOptimizer
 from roomier.train.opening.notices import num_batches_of_loaders
 from roomier.train.opening.open_run import LOADER_NAMES, close_run, make_model, open_run, restore_run
 from roomier.train.opening.profiled import process_settings, profiled
 from roomier.train.position import watch_for_hangs
+from roomier.train.saving.remote import open_uploads
 from roomier.train.saving.save import is_found_as_last
 from roomier.train.settling.checks import check_call
-from roomier.train.settling.job import CutTo, global_batch_of, is_run_folder
+from roomier.train.settling.job import CutTo, global_batch_of, remove_empty
 from roomier.train.settling.settle import find_start, settle
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.report import prepare_forecast
@@ -59,7 +63,7 @@ def request_of(
     weights: Any = None,
 ) -> Request:
     """Return a Request that describes a call of ``trainer``."""
-    fitted = trainer.fitted
+    run, known_fit = trainer.fitted, trainer.known_fit
     plan = trainer.requested_plan if stage == "fit" else trainer.plan
     is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
@@ -72,12 +76,12 @@ def request_of(
         plan=without_host_tiers(plan, resolve_device(plan.parallel.accelerator).type),
         options=trainer.options,
         world=trainer.world,
-        root=Path(trainer.default_root_dir),
+        root=at_home(trainer.default_root_dir),
         keeps_files=trainer.keeps_files,
         keeps_checkpoints=trainer.enable_checkpointing,
         trainer=trainer,
         state=trainer.state,
-        fitted=None if fitted is None else Fitted(fitted.module, fitted.progress, fitted.folder, trainer.choice),
+        fitted=known_fit if run is None else Fitted(run.module, run.progress, run.folder, trainer.choice),
         cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_cut else None,
     )
 
@@ -95,7 +99,10 @@ def session(trainer: TrainerAttributes, request: Request, *, adds_callbacks: boo
     """
     module = request.module
     check_call(request)
-    trainer.ranks = join(trainer.world, resolve_device(request.plan.parallel.accelerator).type)
+    parallel = request.plan.parallel
+    trainer.ranks = ranks = join(trainer.world, resolve_device(parallel.accelerator).type)
+    if not ranks.is_alone:
+        trainer.ranks = ranks.arranged(parallel.mesh_on(ranks.world))
     for part in module.modules():  # a Module inside another Module also logs values
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
@@ -150,9 +157,8 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         raise
     finally:
         trainer.was_interrupted = status != "success"
-        if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
-            with suppress(OSError):  # rmdir fails if the run has written files
-                Path(trainer.log_dir).rmdir()
+        if status == "failed" and trainer.is_global_zero:
+            remove_empty(Path(trainer.log_dir))
         if run is not None:
             close_run(run, status)
         try:
@@ -161,6 +167,9 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         finally:
             ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
             request.state.status = ended
+            if run is not None and run.uploads is not None:
+                uploads, run.uploads = run.uploads, None
+                uploads.end(is_complete=status != "failed")
     if number := _signal_of_all(trainer, run, int(stop.noted or stop.received or 0)):
         raise SystemExit(128 + number)
 
@@ -189,16 +198,19 @@ def _open(
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
     loggers = [*trainer.loggers, *trainer.file_loggers]
+    if request.is_fit and request.keeps_files:
+        check_storage({"default_root_dir": local_of(request.root)}, ranks)
     start, job = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
-    trainer.log_dir = str(start.folder or request.root)
+    trainer.log_dir = str(start.folder or local_of(request.root))
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
     trainer.show_loaders(data)
     if request.is_fit and not request.is_planned:  # otherwise, the planner may still change the loaders
         estimate = partial(num_steps_of, Accumulation.of(request.plan, trainer.callbacks), request.options, data)
         trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
     _setup(trainer, request, adds_callbacks)
+    uploads = open_uploads(request, start, ranks, trainer.callbacks)
     settled = settle(request, data, ranks, start=start, callbacks=trainer.callbacks)
-    trainer.plan = settled.plan
+    trainer.plan, trainer.ranks = settled.plan, settled.ranks
     if request.is_fit:
         trainer.choice = settled.choice
         if settled.choice is not None:
@@ -211,10 +223,12 @@ def _open(
         prepare_forecast(trainer, module)
         settled = replace(settled, callbacks=trainer.callbacks)
     if job is not None and start.folder is not None:
-        whole = global_batch_of(settled.plan, data, request.world.size)
+        whole = global_batch_of(settled.plan, data)
         ranks.on_zero(partial(job.write, start.folder, whole))
     hooked = trainer.hooked_callbacks(request.stage)
-    return open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
+    run = open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
+    run.uploads = uploads
+    return run
 
 
 def _show(trainer: TrainerAttributes, run: Run) -> None:
@@ -253,14 +267,21 @@ def prepares(trainer: Any, owner: Any) -> bool:
 
 
 def _teardown(trainer: TrainerAttributes, request: Request) -> None:
-    """Call the teardown hooks."""
-    if request.datamodule is not None:
-        request.datamodule.teardown(request.stage)
-    for callback in trainer.callbacks:
+    """Call the teardown hooks. If a hook raises an error, the others are called as well."""
+    with ExitStack() as stack:  # calls its last function first
+        stack.callback(request.module.teardown, request.stage)
+        for callback in reversed(trainer.callbacks):
+            stack.callback(_teardown_callback, callback, trainer, request)
+        if request.datamodule is not None:
+            stack.callback(request.datamodule.teardown, request.stage)
+
+
+def _teardown_callback(callback: Callback, trainer: TrainerAttributes, request: Request) -> None:
+    try:
         callback.teardown(trainer, seen_by_user(request.module), request.stage)
+    finally:
         for name in LOG_METHODS:
             vars(callback).pop(name, None)
-    request.module.teardown(request.stage)
 
 
 def _explained(

@@ -21,15 +21,18 @@ from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
 from roomier.launch import place, present_launch
+from roomier.launch.start import is_interactive
 from roomier.plan import Plan
 from roomier.run.options import DEFAULT_HANG_TIMEOUT, check_flag
 from roomier.run.run import run_of
+from roomier.run.visuals import log_visual
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
 from roomier.train.predict_stream import opened_stream
 from roomier.train.saving.save import save_checkpoint
 from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.in_notebook import call_in_notebook
 from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     OptimizerArgument = dict[str, Any] | str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 else:  # the command line reads this type, and accepts a name or a dict
     OptimizerArgument = dict[str, Any] | str | None
+
+
+_COMPLETE = "is not supported in a notebook, which receives the predictions of its ranks when all are complete"
 
 
 class Trainer(TrainerAttributes):
@@ -84,10 +90,10 @@ class Trainer(TrainerAttributes):
         learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
         lr_schedule: name of a schedule, or a dict with ``name`` and its settings, such as ``warmup_steps``
             (``OptimizerPlan``).
-        step_in_backward: update each parameter in backward. True means ``"exact"`` (``OptimizerPlan``).
-        activation_checkpointing: activations to recompute in backward. The value is a policy such as ``"full"``, a
-            budget for the peak memory of a step, in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as
-            ``{"every_n": 3}``. True means ``"full"`` (``ActivationPlan``).
+        step_in_backward: update each parameter in the backward pass. True means ``"exact"`` (``OptimizerPlan``).
+        activation_checkpointing: activations to recompute in the backward pass. The value is a policy such as
+            ``"full"``, a budget for the peak memory of a step, in bytes (``"6GiB"``) or as a fraction (0.5), or a dict
+            such as ``{"every_n": 3}``. True means ``"full"`` (``ActivationPlan``).
         offload: tensors to store in host memory or on disk, such as ``{"optimizer_states": "disk"}`` (``OffloadPlan``).
         chunked_loss: compute the loss of a language model in chunks of this number of tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
@@ -97,6 +103,8 @@ class Trainer(TrainerAttributes):
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
         gradient_clip_val: limit of the gradient norm or of each element. None and 0 disable clipping (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
+        seeding: seeds of the random numbers in a step, such as dropout masks: ``"stream"`` or ``"events"``
+            (``BatchPlan``). None means ``"events"`` with a ``context_parallel_size``, otherwise ``"stream"``.
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
@@ -128,12 +136,15 @@ class Trainer(TrainerAttributes):
         enable_plan_table: print the Plan. None prints it unless ``enable_progress_bar=enable_model_summary=False``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error that names the forward operation that caused a NaN in backward. Slows training.
+        detect_anomaly: raise an error that names the forward operation that caused a NaN gradient. Slows training.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
         hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
             a step. None disables the check.
-        default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
+        default_root_dir: folder, or address such as ``"s3://bucket/runs"``, that contains the run folders
+            ``version_N``. The default is ``"runs"``.
+        upload_errors: what happens if a checkpoint cannot be uploaded to an address: ``"warn"`` tries again after the
+            next checkpoint, and ``"raise"`` ends the fit. A missing last checkpoint always raises an error.
 
     Raises:
         RoomierError: an argument is unknown or invalid, or arguments are incompatible with each other.
@@ -164,6 +175,7 @@ class Trainer(TrainerAttributes):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        seeding: str | None = None,
         auto_lr_find: bool | str = False,
         auto_scale_batch_size: bool | str = False,
         max_epochs: int | None = None,
@@ -195,6 +207,7 @@ class Trainer(TrainerAttributes):
         profiler: Any = None,
         hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT,
         default_root_dir: str | Path | None = None,
+        upload_errors: str = "warn",
     ) -> None:
         given = with_defaults(locals(), Trainer.__init__)
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
@@ -203,6 +216,7 @@ class Trainer(TrainerAttributes):
         launch = present_launch()
         plan = plan_of(given, Trainer.__init__, launch)
         super().__init__(given, plan, place(plan.parallel.devices, plan.parallel.num_nodes, launch))
+        self.is_in_notebook = launch is None and self.world.size > 1 and is_interactive()
 
     # Methods for users ---------------------------------------------------------------------------------------------
 
@@ -239,6 +253,10 @@ class Trainer(TrainerAttributes):
         check_weights_only(weights_only)
         if is_one(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        if self.is_in_notebook:
+            given = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "weights": weights}
+            call_in_notebook(self, "fit", dict(given, model=model, datamodule=datamodule, ckpt_path=ckpt_path))
+            return
         curve = None
         if self.auto_lr_find or self.auto_scale_batch_size:
             curve = tune(self, Subject.of(model, train_dataloaders, datamodule, weights), ckpt_path)
@@ -326,6 +344,12 @@ class Trainer(TrainerAttributes):
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
+        if self.is_in_notebook:
+            data = {"dataloaders": dataloaders, "datamodule": datamodule, "return_predictions": return_predictions}
+            predicted: list[Any] | None = call_in_notebook(
+                self, "predict", dict(data, model=model, ckpt_path=ckpt_path)
+            )
+            return predicted
         is_returned = return_predictions is not False
         self.predict_loop = PredictLoop(is_returned)
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
@@ -361,6 +385,8 @@ class Trainer(TrainerAttributes):
                 another rank stops requesting predictions.
             SystemExit: a signal ended the run. The iterator raises this exception.
         """
+        if self.is_in_notebook:
+            raise RoomierError("devices", self.world.size, _COMPLETE, "Use predict, or predict_stream with devices=1")
         self.predict_loop = PredictLoop()
         stream = opened_stream(self._evaluation("predict", model, dataloaders, ckpt_path, datamodule))
         next(stream)
@@ -397,6 +423,9 @@ class Trainer(TrainerAttributes):
                 ``filepath`` exists and is not a checkpoint.
             RoomierError: this Trainer has not fitted a model, or ``format`` or ``storage_options`` is invalid.
         """
+        if self.is_in_notebook:
+            action = "Use the callback ModelCheckpoint(save_last=True)"
+            raise RoomierError("save_checkpoint", str(filepath), "the ranks of the notebook have ended", action)
         if self.fitted is None:
             raise RoomierError(
                 "save_checkpoint", str(filepath), "this Trainer has not fitted a model", "Call fit first"
@@ -419,6 +448,10 @@ class Trainer(TrainerAttributes):
         run_of(self, "log_metrics").log_metrics(dict(metrics))
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
+    def log_visual(self, method: str, key: str, value: Any, **options: Any) -> None:
+        """Call ``method`` of the loggers at the current step. Call the methods of the module instead."""
+        log_visual(run_of(self, method), method, key, value, **options)
+
     def _evaluate(
         self,
         stage: str,
@@ -433,6 +466,10 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         refuse_keywords(getattr(Trainer, stage), unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
+        if self.is_in_notebook:
+            data = {"dataloaders": dataloaders, "datamodule": datamodule, "verbose": verbose}
+            found: list[dict[str, float]] = call_in_notebook(self, stage, dict(data, model=model, ckpt_path=ckpt_path))
+            return found
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
             if not run.batches.evaluated:  # the limit on batches is 0
                 return []

@@ -35,7 +35,7 @@ def push_to_hub(
 
     Raises:
         RoomierError: ``huggingface_hub`` is not installed, ``folder`` does not exist, ``repo_id`` is invalid, or the
-            hub rejects the upload.
+            Hub rejects the upload.
 
     Example:
         >>> done = export_hugging_face("runs/version_0/checkpoints/last", "out")

@@ -50,7 +50,7 @@ def export_hugging_face(
     """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
-    generative models, and the weights. The weights have the same names as on the hub. (In
+    generative models, and the weights. The weights have the same names as on the Hugging Face Hub. (In
     ``roomier.checkpoint.export.safetensors``, they have the names of the model in memory.) Tensors are read, converted
     and written one after another, so the export supports models of any size and checkpoints from any number of ranks.
     If the model fuses several tensors of the files into one, one such group of tensors is in memory at a time.

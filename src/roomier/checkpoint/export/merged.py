@@ -37,7 +37,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: str | Path, section: str) -> None:
-        self._folder = surviving_path(Path(path))
+        self._folder = surviving_path(path)
         with naming_alternative(self._folder):
             record = read_record(self._folder)
             check_sizes(self._folder, record)

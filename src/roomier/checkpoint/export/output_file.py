@@ -77,7 +77,7 @@ class _FailsLate(io.RawIOBase):
 def for_torch(path: Path) -> Iterator[Any]:
     """Open the new file ``path`` for torch's writer, and raise write errors at the end of the block.
 
-    torch's writer terminates the process if a write raises. Therefore, errors are raised only after the writer has
+    torch's writer terminates the process if a write raises. Errors are therefore raised only after the writer has
     finished.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Export of weights in the layout of the Hugging Face hub: safetensors files, and an index if there are several files.
+"""Export of weights in the layout of the Hugging Face Hub: safetensors files, and an index if there are several files.
 
 [Note: memory of an export]
-The header of a safetensors file contains all names and shapes, which are known in advance. Therefore, each tensor can
-be read from the files of the ranks, converted and written in chunks of 4 MiB, for a model of any size. Only a tensor
-that was sharded along a dimension other than its rows, or that has an adapter, is first assembled in memory.
+The header of a safetensors file contains all names and shapes, which are known in advance. Each tensor can therefore be
+read from the files of the ranks, converted and written in chunks of 4 MiB, regardless of the size of the model. Only a
+tensor that was sharded along a dimension other than its rows, or that has an adapter, is first assembled in memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Capabilities of a device, such as streams, pinned memory and fused optimizers.
 
 [Note: capabilities are tried]
-Code must not depend on the name of a device, because torch supports devices for which roomier has no specific code.
-Drivers can implement torch's interfaces only partially. Therefore, roomier tries each feature once, with a tiny
-operation, and stores the result until the process ends. The capabilities of the CPU are fixed. The CPU requires neither
-streams nor pinned memory, because the CPU is the host.
+Code must not depend on the name of a device, because torch supports devices for which roomier has no specific code, and
+because drivers can implement torch's interfaces only partially. roomier therefore tries each feature once, with a tiny
+operation, and stores the result until the process ends. The capabilities of the CPU are fixed: it is the host, so it
+requires neither streams nor pinned memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Functions that seed, save and restore all random number generators that a training step can use."""
 
+import hashlib
 import os
 import random
 import re
@@ -54,6 +55,20 @@ def rng_form(value: Any, place: str) -> None:
             raise FormError(f"a key of {place}", key, "a device type")
 
 
+def mix_seed(*parts: int) -> int:
+    """Combine several integers into one seed in ``[0, 2**63)``. Adjacent integers yield unrelated seeds."""
+    packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the CPU generators of Python, NumPy and torch with ``seed`` in ``[0, 2**63)``."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # torch.manual_seed would also seed every accelerator, which worker processes do not use.
+    torch.default_generator.manual_seed(seed)
+
+
 def seed_everything(seed: int | None = None, workers: bool = False) -> int:
     """Seed Python, NumPy and torch (all devices), and return ``seed``.
 
@@ -97,8 +112,12 @@ def separate_rng(rank: int) -> None:
     torch.manual_seed(int(torch.randint(2**62, ())) + rank)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the states of all generators as nested dictionaries of tensors and plain values, for a checkpoint."""
+def rng_state(*, only_host: bool = False) -> dict[str, Any]:
+    """Return the states of all generators as nested dictionaries of tensors and plain values, for a checkpoint.
+
+    Args:
+        only_host: True to omit the devices, which this function would otherwise initialize.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -112,7 +131,7 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    kind = accelerator_type()
+    kind = None if only_host else accelerator_type()
     if kind is not None:
         devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
         state[kind] = {str(device.index): generator_state(device) for device in devices}

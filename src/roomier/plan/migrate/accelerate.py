@@ -18,7 +18,8 @@ _SCALE = "torch's GradScaler with its defaults scales the loss, which does not c
 
 
 def answers_to_keywords(given: Mapping[str, Any], environ: Mapping[str, str], *, has_plan: bool) -> Answers:
-    """Return the answers to keywords of ``Accelerator`` that determine the Plan, and to keywords without effect.
+    """Return the results for the keywords of ``Accelerator`` that determine the Plan, and for the keywords without
+    effect.
 
     Args:
         given: the keywords that the user passed.
@@ -242,12 +243,8 @@ MEMBERS = {
     "multi_device": "Read accelerator.num_processes",
     "parallelism_config": "Read accelerator.plan.parallel",
     "profile": "Use torch.profiler.profile(), or Trainer(profiler='pytorch')",
-    "register_load_state_pre_hook": _HOOK,
-    "register_save_state_pre_hook": _HOOK,
-    "tensor_parallel_rank": _RANK,
-    "pipeline_parallel_rank": _RANK,
-    "context_parallel_rank": _RANK,
-    "data_parallel_rank": _RANK,
+    **{f"register_{verb}_state_pre_hook": _HOOK for verb in ("load", "save")},
+    **{f"{kind}_parallel_rank": _RANK for kind in ("tensor", "pipeline", "context", "data")},
     "data_parallel_shard_rank": _RANK,
     "torch_device_mesh": "Read accelerator.plan.parallel.num_shards",
     "trigger_sync_in_backward": "Run the last forward pass outside of accelerator.no_sync(model)",

@@ -47,7 +47,7 @@ class Answers:
         source: name of the object, file or argument in messages, such as ``"FSDPStrategy"``.
 
     Attributes:
-        given: the answers, in the order of the settings.
+        given: the answers, that is, the results of the conversion, in the order of the settings.
         errors: the settings that are rejected.
         notes: additional sentences for the user.
     """

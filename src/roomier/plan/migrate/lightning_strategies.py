@@ -1,7 +1,8 @@
 """Conversion of Lightning's strategies, plugins and accelerators to arguments of the Trainer.
 
 Every parameter of ``SingleDeviceStrategy``, ``DDPStrategy``, ``FSDPStrategy``, ``ModelParallelStrategy`` and
-``DeepSpeedStrategy`` has an answer. Settings that have their default values are skipped.
+``DeepSpeedStrategy`` is either converted, ignored with a reason, or rejected. Settings that have their default values
+are skipped.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ FSDP's ``mixed_precision``."""
 
 
 def answers_to_strategy(strategy: object) -> Answers | None:
-    """Return the answers to the settings of ``strategy``; None if ``strategy`` is not a Lightning strategy.
+    """Return the results for the settings of ``strategy``; None if ``strategy`` is not a Lightning strategy.
 
     Raises:
         PlanError: the strategy is an instance of a subclass that a user defined.
@@ -108,7 +109,7 @@ def answers_to_strategy(strategy: object) -> Answers | None:
 
 
 def answer_environment(answers: Answers, strategy: object) -> None:
-    """Record the answers to the settings that all strategies have."""
+    """Record the results for the settings that all strategies have."""
     accelerator = setting_of(strategy, "_accelerator")
     if accelerator is not None:
         answer_accelerator(answers, accelerator)
@@ -247,7 +248,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
 
 
 def answer_mixed_precision(answers: Answers, mixed: Any) -> None:
-    """Record an answer to each setting in ``mixed``, which is torch's ``MixedPrecision`` or a dict of its fields."""
+    """Record the result for each setting in ``mixed``, which is torch's ``MixedPrecision`` or a dict of its fields."""
     fields = mixed if isinstance(mixed, Mapping) else vars(mixed)
     parameter = fields.get("param_dtype")
     if parameter is not None:
@@ -358,7 +359,7 @@ _BASES = {
 
 
 def answer_plugin(answers: Answers, setting: str, plugin: object) -> None:
-    """Record the answer to one plugin."""
+    """Record the result for one plugin."""
     name = type(plugin).__name__
     bases = {each.__name__ for each in type(plugin).__mro__[1:]}
     if name in _REJECTED:
@@ -398,7 +399,7 @@ _FIRST_SCALE = 65536.0
 
 
 def answer_accelerator(answers: Answers, accelerator: object) -> None:
-    """Record the answer to an accelerator object."""
+    """Record the result for an accelerator object."""
     kind = kind_of(accelerator, _ACCELERATORS, "accelerator")
     if kind is None:
         action = "Use accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'"

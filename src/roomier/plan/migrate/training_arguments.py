@@ -351,7 +351,7 @@ def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answers_to_fields(given: Mapping[str, Any]) -> Answers:
-    """Return the answers to fields that are passed as keywords of the Trainer."""
+    """Return the results for fields that are passed as keywords of the Trainer."""
     answers = Answers("TrainingArguments")
     for name, value in given.items():
         _answer(answers, name, value)
@@ -359,8 +359,9 @@ def answers_to_fields(given: Mapping[str, Any]) -> Answers:
 
 
 def answers_to_object(arguments: Any) -> Answers:
-    """Return the answers to the fields of a ``TrainingArguments`` object, including the defaults that differ from
-    roomier's defaults."""
+    """Return the results for the fields of a ``TrainingArguments`` object, including the defaults that differ from
+    roomier's.
+    """
     answers = Answers(type(arguments).__name__)
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)

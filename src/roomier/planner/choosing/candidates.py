@@ -1,13 +1,15 @@
-"""All plans for a request, with every value of each option that the request leaves open.
+"""Candidate plans for a request: all combinations of the options that the request leaves open.
 
-Options that are open by default are exact, or they change only how the sum over the batch is split (strategy,
-micro-batch). Options that change the rounding within a rank are open only if the request lists them explicitly.
+By default, only options that do not change the results are open, and options that only change how the sum over the
+batch is split (strategy and micro-batch size). Options that change the rounding within a rank are open only if the
+request lists them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from roomier.planner.workload import Workload
 from roomier.techniques.loss.chunked import find_output_layer
 
 Changes = Mapping[str, object]
-"""Map from fields of a Plan to new values."""
+"""New values of Plan fields, keyed by the name of the field."""
 
 STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 """Strategies, from the simplest to the most complex."""
@@ -36,16 +38,16 @@ def candidates(
 ) -> tuple[Considered, ...]:
     """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and reason.
 
-    Settings of ``plan`` whose values differ from the defaults do not change. If ``plan`` has a concrete strategy,
-    ``plan`` is the only candidate. The global batch size never changes.
+    Settings of ``plan`` that differ from the defaults are preserved, as is the global batch size. If ``plan`` has a
+    concrete strategy, it is the only candidate.
 
     Args:
         workload: workload whose ``batch_size`` is the requested micro-batch size.
         plan: requested plan.
         machine: machine to plan for.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        is_last_resort: if True, return only the plans that are slow in most cases: offloaded parameters, optimizer
-            states on disk, and sequential communication.
+        is_last_resort: if True, return only plans that are usually slow: with offloaded parameters, optimizer states on
+            disk, or sequential communication.
     """
     if plan.parallel.strategy != "auto":
         return () if is_last_resort else (Considered(plan, workload.batch_size),)
@@ -68,7 +70,7 @@ def candidates(
         if not _goes_with_tiers(plan, changes) or not _goes_with_communication(changes):
             continue
         if is_last_resort and not changes.keys() & {"parallel.communication", "offload.optimizer_states"}:
-            continue  # only plans that are slow in most cases
+            continue  # only plans that are usually slow
         candidate = _candidate(plan, changes, workload)
         if candidate.reason:
             refused.setdefault((candidate.plan.parallel.strategy, candidate.reason), candidate)
@@ -79,17 +81,34 @@ def candidates(
     return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
+def with_context_sizes(plan: Plan) -> Iterator[Plan]:
+    """Yield ``plan`` with each context size whose groups of ranks fit on one node, in ascending order. The global batch
+    size is preserved: because there are fewer data-parallel ranks, each accumulates more micro-batches."""
+    for size in range(2, plan.parallel.devices + 1):
+        if plan.parallel.devices % size == 0:
+            accumulate = plan.batch.accumulate_grad_batches * size
+            with suppress(PlanError):
+                yield changed(
+                    plan,
+                    {
+                        "parallel.context_parallel_size": size,
+                        "batch.seeding": "events",
+                        "batch.accumulate_grad_batches": accumulate,
+                    },
+                )
+
+
 def changed(plan: Plan, changes: Changes) -> Plan:
-    """Return a copy of ``plan`` with ``changes`` to some fields.
+    """Return a copy of ``plan`` with the fields in ``changes`` replaced.
 
     Raises:
         PlanError: a rule rejects the new plan.
     """
-    return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section contains a part of its type
+    return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section has its own type
 
 
 def refused_plan(plan: Plan, changes: Changes) -> Plan:
-    """Return a rejected plan for display. The rejected plan is constructed without checks and must not be run."""
+    """Return a rejected plan for display. It is constructed without validation and must not be run."""
     made = object.__new__(Plan)
     for section, part in _parts(plan, changes).items():
         object.__setattr__(made, section, part)
@@ -120,7 +139,7 @@ def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
         section, _, name = field.partition(".")
         by_section.setdefault(section, {})[name] = value
     parts = {section: replace(getattr(plan, section), **by_section.get(section, {})) for section in PARTS}
-    # The allowed options are resolved at this point, so only the memory budget is preserved.
+    # The allowed options have been expanded into candidates, so only the memory budget is preserved.
     if changes.get("parallel.strategy", plan.parallel.strategy) != "auto":
         parts["choice"] = ChoicePlan(plan.choice.memory_budget_bytes)
     return parts
@@ -134,7 +153,7 @@ def _strategies(plan: Plan) -> list[Changes]:
     if parallel.num_ranks == 1:
         return [{"parallel.strategy": "single"}]
     found: list[Changes] = [{"parallel.strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
-    # A replica spans one or more full nodes, but not all nodes, because a replica on all nodes would be zero3.
+    # A replica spans one or more full nodes, but not all nodes, because that would be equivalent to zero3.
     sizes = [parallel.devices * num for num in range(1, parallel.num_nodes) if parallel.num_nodes % num == 0]
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
@@ -151,8 +170,8 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
 def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: bool) -> list[Changes]:
     """Return tiers of model states, from the fastest to the slowest.
 
-    On a device with separate memory, optimizer states in host memory can be faster than other memory techniques. All
-    other tiers are used only if no other plan fits, because disks are slow and wear out.
+    On a device with separate memory, offloading optimizer states to host memory can be faster than other memory
+    techniques. All other tiers are used only if no other plan fits, because disks are slow and wear out.
     """
     states, parameters = "offload.optimizer_states", "offload.parameters"
     offload = plan.offload
@@ -171,13 +190,13 @@ def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: 
 
 def _goes_with_communication(changes: Changes) -> bool:
     """Return False if ``changes`` combine sequential communication with a strategy that does not shard parameters.
-    Such combinations save little memory, so they are omitted without reporting a reason."""
+    These combinations save little memory, so they are omitted without a reason."""
     return "parallel.communication" not in changes or changes["parallel.strategy"] in ("zero3", "hsdp")
 
 
 def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:
-    """Return whether the tiers in ``changes`` are supported with the other options in ``changes``. Unsupported
-    combinations are omitted without reporting a reason, because the request contains no tiers."""
+    """Return whether the tiers in ``changes`` can be combined with the other options in ``changes``. Unsupported
+    combinations are omitted without a reason, because the request does not mention tiers."""
     if "offload.optimizer_states" not in changes:
         return True
     frees = [lever for lever in LEVERS if lever.frees_gradients]
@@ -217,7 +236,7 @@ def _splits(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Chan
 
 
 def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Considered]:
-    """Yield one rejected candidate for each option that the model or its data exclude for every strategy."""
+    """Yield one rejected candidate for each option that no strategy supports for this model or its data."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
     def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Considered:
@@ -242,7 +261,7 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
 
 
 def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
-    """Return True if ``lever`` would change ``plan`` and the model supports the lever."""
+    """Return whether the memory technique ``lever`` changes ``plan`` and is supported by the model."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
     return not lever.changes_output_layer or _has_output_layer(workload)

@@ -1,7 +1,8 @@
-"""Choice of a plan: the fastest plan that fits, confirmed by a dry run of the code that will run."""
+"""Choice of the fastest plan that fits, confirmed by a dry run of the training code."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,19 +11,21 @@ from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.plan import Plan
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.choosing.candidates import candidates
+from roomier.planner.choosing.candidates import candidates, with_context_sizes
 from roomier.planner.choosing.pricing import TIE, Check, Prices, Pricing, time_s
 from roomier.planner.deadline import SEARCH_S, Deadline
 from roomier.planner.forecast import Forecast
 from roomier.planner.hardware.machine import Machine
+from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
 from roomier.techniques.activation.budget import BudgetTooSmallError
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
 
-All other kinds use the fraction of ``"cuda"``. On a GPU, this fraction is the largest accepted error of a forecast.
-Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
+Kinds without an entry use the fraction of ``"cuda"``, which is the largest accepted error of a forecast. The fraction
+is larger if the device shares the memory of the host, which the system, the dataset and its workers, and file caches
+also use.
 """
 
 # Maximum number of listed plans that fit, and of listed plans that do not fit. The best plan of each strategy is always
@@ -43,29 +46,29 @@ def choose(
 ) -> Choice:
     """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
-    Plans that offload parameters, offload optimizer states to disk, or communicate sequentially are evaluated only if
-    no other plan fits.
+    Plans that split sequences across ranks are evaluated only if no other plan fits, or if the fastest plan recomputes
+    or offloads activations; see :func:`_with_context_size`. Plans that offload parameters, offload optimizer states to
+    disk, or communicate sequentially are evaluated only if no other plan fits.
 
-    If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
-    and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
-    simpler. If the numbers of techniques are equal, the plan whose strategy shards less is simpler.
-    :mod:`roomier.planner.choosing.candidates` describes the evaluated options.
+    If several plans are equally fast (within :data:`TIE`), the simplest of them is chosen. Plans are ordered by their
+    label (exact before near before approximate), then by the number of memory techniques, and then by how much their
+    strategy shards. :mod:`roomier.planner.choosing.candidates` describes the evaluated options.
 
     Args:
         workload: workload whose ``batch_size`` is the requested micro-batch size. Batches may be split, but the global
-            batch size is constant.
+            batch size is preserved.
         plan: requested plan.
         machine: machine to plan for.
         budget_bytes: memory that a device may use; None uses :func:`budget_of`.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        check: function for an additional rule of the run, which raises a RoomierError to reject a plan.
+        check: function that raises a RoomierError to reject a plan that the run does not support.
         prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Plans that are not evaluated before the deadline are skipped and reported.
             None allows :data:`SEARCH_S` seconds.
 
     Returns:
-        Choice whose attribute ``chosen`` is None if no plan fits. In this case, :mod:`roomier.planner.choosing.nearest`
-        can return alternatives.
+        Choice whose attribute ``chosen`` is None if no plan fits; :mod:`roomier.planner.choosing.nearest` then searches
+        for alternatives.
 
     Raises:
         RoomierError: no plan can be forecast.
@@ -79,7 +82,10 @@ def choose(
         pricing.add(
             candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch, is_last_resort=is_last_resort)
         )
-        if (chosen := pricing.run()) is not None:
+        chosen = pricing.run()
+        if not (is_last_resort or keeps_micro_batch or plan.parallel.context_parallel_size > 1):
+            chosen = _with_context_size(chosen, pricing, workload, plan, machine)
+        if chosen is not None:
             break
     if not pricing.priced:
         raise _no_plan_priced(plan, pricing)
@@ -88,8 +94,52 @@ def choose(
     return Choice(machine, budget, chosen, considered, took_s, num_plans, is_complete=not pricing.ran_out)
 
 
+def _with_context_size(
+    chosen: Forecast | None, pricing: Pricing, workload: Workload, plan: Plan, machine: Machine
+) -> Forecast | None:
+    """Return ``chosen``, or a plan that splits sequences across ranks if that plan is faster or no other plan fits.
+
+    Context parallelism reduces only activation memory, so it is combined only with strategies whose other memory fits,
+    and it makes a step faster only if it replaces recomputation or offloading of activations. Larger sizes exchange
+    more data, so the search stops at the first size that does not make the strategy of the chosen plan faster.
+    """
+    if plan.parallel.strategy != "auto":
+        return chosen
+    strategies = {each.plan.parallel for each in pricing.priced if _fits_alone(each, pricing.budget_bytes)}
+    for sized in with_context_sizes(plan):
+        if chosen is not None and _activations(chosen.plan) == _activations(plan):
+            break
+        found = [
+            each
+            for each in candidates(workload, sized, machine)
+            if not each.reason
+            and replace(each.plan.parallel, context_parallel_size=1) in strategies
+            and (chosen is None or _activations(each.plan) == _activations(plan))
+        ]
+        own = None if chosen is None else replace(chosen.plan.parallel, context_parallel_size=sized.parallel.num_peers)
+        own_s = pricing.plain_s([each for each in found if own in (None, each.plan.parallel)])
+        if math.isinf(own_s):  # for example, the size does not divide the number of heads
+            continue
+        if chosen is not None and own_s * (1 + TIE) >= time_s(chosen):
+            break
+        pricing.add(found)
+        chosen = pricing.run()
+    return chosen
+
+
+def _activations(plan: Plan) -> tuple[object, ...]:
+    return plan.activation, plan.offload.activations
+
+
+def _fits_alone(forecast: Forecast, budget_bytes: int) -> bool:
+    """Return whether the memory other than activations and temporary tensors fits."""
+    found = forecast.bytes_by_kind
+    return forecast.tensor_bytes - found.get(Kind.ACTIVATION, 0) - found.get(Kind.TEMPORARY, 0) <= budget_bytes
+
+
 def budget_of(plan: Plan, machine: Machine) -> int:
-    """Return the budget in ``plan``, or the memory of the device minus the fraction in :data:`FREE_SHARE`, in bytes."""
+    """Return the budget of ``plan`` in bytes. The default is the device memory minus the fraction in
+    :data:`FREE_SHARE`."""
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
@@ -137,7 +187,7 @@ def _considered(chosen: Forecast | None, pricing: Pricing) -> tuple[Considered, 
 
 
 def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Yield a limited number of forecasts from the start of the list, and the first forecast of each strategy."""
+    """Yield the first forecasts of the list up to a maximum number, and the first forecast of each strategy."""
     seen: set[str] = set()
     for index, each in enumerate(forecasts):
         if index < _NUM_KEPT or each.plan.parallel.strategy not in seen:
@@ -146,7 +196,7 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """Yield the first plan of each strategy. Its reason also states how many other plans in ``found`` use this
+    """Yield the first plan of each strategy. Its reason includes the number of other plans in ``found`` with the same
     strategy."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:

@@ -1,4 +1,4 @@
-"""Conversion of a Plan to Trainer keywords, as text to copy."""
+"""Conversion of a Plan to Trainer keywords that the user can copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roomier.techniques.adapters.lora import as_keyword
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
-    """Return the keywords that produce ``plan``, excluding keywords with default values."""
+    """Return the Trainer keywords that produce ``plan``, without those that have default values."""
     strategy = _strategy(plan)
     found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation
@@ -41,12 +41,12 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
 
 
 def as_call(keywords: Mapping[str, Any]) -> str:
-    """Return a call to the Trainer as text, such as ``Trainer(strategy='zero2', devices=2)``."""
+    """Return the Trainer call as text, such as ``Trainer(strategy='zero2', devices=2)``."""
     return f"Trainer({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
 
 
 def _given(part: Part, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of ``part`` that differ from their defaults, as a map from keywords to values."""
+    """Return the fields of ``part`` that differ from their defaults, as a dict of keywords and values."""
     defaults = {each.name: each.default for each in dataclasses.fields(part)}
     values = {field: getattr(part, field) for field in names}
     return {names[field]: value for field, value in values.items() if value != defaults[field]}
@@ -88,7 +88,7 @@ def _recompute(plan: Plan) -> Any:
 
 
 def _bytes(num_bytes: int) -> int | str:
-    """Return a text such as ``"6GiB"`` if the text is exact, otherwise return the number of bytes."""
+    """Return a string such as ``"6GiB"`` if it represents the number exactly, otherwise the number of bytes."""
     for unit in ("GiB", "MiB"):
         text = f"{num_bytes / parse_bytes('', f'1{unit}'):g}{unit}"
         if parse_bytes("", text) == num_bytes:

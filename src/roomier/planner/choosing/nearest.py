@@ -24,9 +24,9 @@ from roomier.planner.hardware.devices import SHEETS
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.workload import Workload
 
-_PRECISIONS = ("bf16-mixed", "bf16-true")
-_SMALL_STATES = ("adamw8bit", "adamw4bit")
-_TIMES = (2, 4, 8, 16, 32, 64, 128, 256)  # factors by which the number of devices is multiplied
+PRECISIONS = ("bf16-mixed", "bf16-true")
+SMALL_STATES = ("adamw8bit", "adamw4bit")
+_TIMES = (2, 4, 8, 16, 32, 64, 128, 256)  # multiples of the number of devices
 
 
 def no_plan_fits(
@@ -39,14 +39,14 @@ def no_plan_fits(
     prices: Prices | None = None,
     deadline: Deadline | None = None,
 ) -> PlanError:
-    """Return an error that contains the smallest plan, its memory, and alternatives that fit.
+    """Return an error that describes the plan with the smallest peak and the alternatives that fit.
 
     Args:
         workload: workload that was planned in ``choice``.
         plan: requested plan.
         choice: result of :func:`choose` in which no plan fits.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        check: additional rule of the run, as in :func:`choose`.
+        check: function that rejects a plan, as in :func:`choose`.
         prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Alternatives that are not evaluated before the deadline are omitted, and the
             error reports this. None allows :data:`ADVICE_S` seconds.
@@ -74,8 +74,8 @@ def no_plan_fits(
 
 
 def _smallest(choice: Choice) -> Forecast:
-    """Return the forecast with the smallest peak. If the offloaded data of at least one plan fits in its tier, only
-    such plans are compared."""
+    """Return the forecast with the smallest peak. Plans whose offloaded data exceeds its tier are considered only if
+    there are no other plans."""
     found = (each.forecast for each in choice.considered if each.forecast)
     return min(found, key=lambda each: (bool(each.full_tier), each.peak_bytes))
 
@@ -85,7 +85,7 @@ class _Alternative:
     """A plan that was not requested.
 
     Attributes:
-        advice: advice for the user, with ``{needs}`` at the position of the peak.
+        advice: advice for the user, with the placeholder ``{needs}`` for the peak.
         plan: plan with a concrete strategy.
         micro_batch: number of samples per micro-batch on each rank.
         budget_bytes: memory that a device may use.
@@ -116,8 +116,8 @@ class _Search:
         self._prices = {choice.machine.device.name: prices}
 
     def ways(self, keeps_micro_batch: str, check: Check | None) -> Iterator[str]:
-        """Yield advice. If the plan has a concrete strategy and another strategy fits, this strategy is the only
-        advice."""
+        """Yield advice. If the requested strategy does not fit but another strategy does, yield only the other
+        strategy."""
         machine, budget_bytes = self._machine, self._budget_bytes
         if self._plan.parallel.strategy != "auto":
             found = choose(
@@ -149,8 +149,8 @@ class _Search:
         return None
 
     def _peak_bytes(self, each: _Alternative) -> int | None:
-        """Return the peak of a step; None if the peak cannot be forecast or the deadline has passed. The peak is a
-        closed-form forecast, or, if the plan fits, the result of a dry run."""
+        """Return the peak of a step; None if it cannot be forecast or the deadline has passed. The peak is a
+        closed-form forecast and, if the plan fits, is confirmed by a dry run."""
         if self._deadline.is_over:
             self.ran_out = True
             return None
@@ -162,7 +162,7 @@ class _Search:
             if forecast.fits(int(each.budget_bytes * (1 + ESTIMATE_ERROR))):
                 forecast = confirm(self._workload.with_batch_size(each.micro_batch), each.plan, each.machine)
             return forecast.peak_bytes
-        except Exception as error:  # the error for the user must be raised in any case
+        except Exception as error:  # the original error must be raised in any case
             if isinstance(error, DryRunError) or not isinstance(error, RoomierError):
                 self.failures.append(reason_of(error))
             return None  # a rejected plan is not an alternative
@@ -180,12 +180,12 @@ class _Search:
         yield _Alternative(advice, plan, self._smallest.micro_batch, self._budget_bytes, machine or self._machine)
 
     def _allowing(self) -> Iterator[_Alternative]:
-        """Yield plans with additional options, the fewest options first. If the number of options is equal, memory
-        techniques come first, then precisions, and then optimizers."""
+        """Yield plans with additional options, ordered by their number. Plans with the same number are ordered by the
+        type of option: memory techniques, precisions, optimizers."""
         smallest, allowed = self._smallest.plan, self._plan.choice.words
         levers = [each for each in LEVERS if each.must_be_allowed and can_add(each, smallest, self._workload)]
-        modes = _PRECISIONS if smallest.precision.mode == "32-true" else ()
-        names = _SMALL_STATES if smallest.optimizer.name in ("adamw", "adam") else ()
+        modes = PRECISIONS if smallest.precision.mode == "32-true" else ()
+        names = SMALL_STATES if smallest.optimizer.name in ("adamw", "adam") else ()
         axes: list[list[tuple[str, Changes]]] = [[(lever.keyword, {lever.field: lever.on})] for lever in levers]
         axes += [[(mode, {"precision.mode": mode}) for mode in modes]]
         axes += [[(name, {"optimizer.name": name}) for name in names]]
@@ -205,7 +205,8 @@ class _Search:
             yield _Alternative(advice, self._smallest.plan, size, self._budget_bytes, self._machine)
 
     def _more_ranks(self) -> Iterator[_Alternative]:
-        """Yield plans with 2, 4, 8 or more times as many devices, so each device stores smaller shards."""
+        """Yield plans with a multiple of the devices, such as 2, 4 or 8 times as many, so that each stores smaller
+        shards."""
         parallel = self._smallest.plan.parallel
         is_sharded = parallel.strategy in ("zero1", "zero2", "zero3")
         changes: Changes = {} if is_sharded else {"parallel.strategy": "zero3", "parallel.shard_size": None}

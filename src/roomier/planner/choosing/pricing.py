@@ -1,22 +1,22 @@
-"""Evaluation of candidates. Only the forecasts that are needed to find the fastest plan that fits are computed.
+"""Evaluation of candidates. Only forecasts that are necessary to find the fastest plan that fits are computed.
 
 [Note: plans that are not evaluated]
-Most of the planning time is spent in traces. Each combination of techniques that reduce activation memory requires one
-trace. Neither a memory technique nor a smaller micro-batch makes a step faster. The *plain* plan of a strategy has no
-memory techniques and has full micro-batches. Therefore, the plain plan is at least as fast as any other plan of the
-strategy, and is evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one
-set of techniques, micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not
-fit, the sizes between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are
-evaluated to find the nearest plan.
+Most of the planning time is spent in traces, because each combination of techniques that reduce activation memory
+requires one trace. To avoid most of them, the search assumes that neither a memory technique nor a smaller micro-batch
+makes a step faster. The *plain* plan of a strategy, which has no memory techniques and full micro-batches, is then at
+least as fast as any other plan of the strategy. It is evaluated first, and the strategy is skipped if its plain plan is
+not faster than a plan that fits. For each set of techniques, micro-batches smaller than one that fits are skipped, and
+if the smallest does not fit, neither do the others. If no plan fits, all plans are evaluated to find the nearest plan.
 
-A chunked loss can be faster than a plain loss, because a chunked loss moves fewer bytes. A chunked loss still counts as
-a memory technique.
+A chunked loss is an exception: it can be faster than the plain loss because it moves fewer bytes, but it still counts
+as a memory technique.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,8 +42,8 @@ TIE = 0.02
 plans."""
 
 ESTIMATE_ERROR = 0.05
-"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is
-verified by a dry run."""
+"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is checked
+by a dry run."""
 
 Check = Callable[[Plan], None]
 """Function that raises a RoomierError if the run does not support the given plan."""
@@ -61,7 +61,7 @@ class Prices(Protocol):
 
 
 class DryRuns:
-    """Forecasts by dry runs, which are slow but as accurate as possible.
+    """Source of forecasts by dry runs, which are slower but more accurate than closed-form forecasts.
 
     Args:
         workload: workload with any batch size.
@@ -78,7 +78,7 @@ class DryRuns:
 
 
 class ClosedForms:
-    """Closed-form forecasts. If the closed form fails for a model, dry runs are used, and a notice reports this.
+    """Source of closed-form forecasts. If the closed form fails for a model, print a notice and use dry runs.
 
     Args:
         workload: workload with any batch size.
@@ -90,7 +90,7 @@ class ClosedForms:
         self._dry_runs = DryRuns(workload, machine)
         self._name = type(network_of(workload.module)).__name__
         self._has_reported = False
-        self._hopeless: set[str] = set()  # problems that also occur in a dry run
+        self._hopeless: set[str] = set()  # problems that occur in dry runs, too
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank."""
@@ -122,27 +122,27 @@ class ClosedForms:
 
 
 class Pricing:
-    """Search for the fastest plan that fits. Candidates are evaluated one after the other; see [Note: plans that are
-    not evaluated]. The search verifies the fastest plan by a dry run, and continues with the next plan if the verified
-    plan does not fit.
+    """Search for the fastest plan that fits. Candidates are evaluated one after the other, and some are skipped; see
+    [Note: plans that are not evaluated]. The fastest plan is verified by a dry run. If it does not fit, the search
+    continues with the next plan.
 
     Args:
         workload: workload with any batch size.
         machine: machine to plan for.
         prices: source of forecasts; None uses closed-form forecasts.
-        check: additional rule of the run; None if there is no such rule.
+        check: function that raises a RoomierError to reject a plan; None accepts all plans.
         budget_bytes: memory that a device may use.
-        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. The
-            deadline has no effect until one candidate has a forecast.
+        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped, but at
+            least one candidate is evaluated.
 
     Attributes:
         priced: forecasts, in the order in which they were computed.
-        picked: forecast of the chosen plan, which is one of ``priced``; None if no plan fits.
-        confirmed: results of dry runs by the id of the forecast in ``priced``; None if a dry run failed.
+        picked: forecast of the chosen plan, an element of ``priced``; None if no plan fits.
+        confirmed: results of dry runs, keyed by the id of the forecast in ``priced``; None for a dry run that failed.
         refused: plans that rules or the build reject.
         unpriced: plans that were not evaluated, with the reason for each plan.
-        errors: errors of plans that were rejected for reasons other than a rule of Plan, in order of occurrence.
-        failures: exceptions of dry runs that are not rejections of a plan.
+        errors: errors of plans that were rejected by code other than the validation of Plan, in order of occurrence.
+        failures: exceptions in dry runs, other than rejections of a plan.
         ran_out: whether a candidate was skipped because of the deadline.
     """
 
@@ -174,14 +174,26 @@ class Pricing:
         self._rows: dict[Hashable, dict[Hashable, list[Considered]]] = {}
 
     def add(self, found: Sequence[Considered]) -> None:
-        """Add candidates. For each strategy, plans without techniques come first. For each set of techniques, full
-        micro-batches come first."""
+        """Add candidates. Plans without memory techniques come first in each strategy, and full micro-batches come
+        first in each set of techniques."""
         for each in found:
             if each.reason:
                 self.refused.append(each)
             else:
                 rows = self._rows.setdefault(_stage(each.plan), {})
                 rows.setdefault(_levers(each.plan), []).append(each)
+
+    def plain_s(self, found: Sequence[Considered]) -> float:
+        """Return the shortest step time of the plans in ``found`` that use no memory techniques; infinity if no
+        forecast is possible. The candidates are not added."""
+        plain: dict[Hashable, Considered] = {}
+        for each in found:
+            plain.setdefault(_stage(each.plan), each)
+        seconds = [math.inf]
+        for each in plain.values():
+            with suppress(Exception):  # the model does not support the plan
+                seconds.append(time_s(self._prices.estimate(each.plan, each.micro_batch)))
+        return min(seconds)
 
     def run(self) -> Forecast | None:
         """Return the chosen forecast; None if no plan fits."""
@@ -191,7 +203,7 @@ class Pricing:
                 self.picked = simplest_of_the_fastest(fitting)
                 confirmed = self._confirm(self.picked)
                 if confirmed is not None and confirmed.fits(self.budget_bytes):
-                    return replace(confirmed, time=self.picked.time)  # compared times must be from the same method
+                    return replace(confirmed, time=self.picked.time)  # compare times from the same method
                 self._too_large.add(id(self.picked))
                 find()
         self.picked = None
@@ -199,12 +211,12 @@ class Pricing:
 
     @property
     def candidates(self) -> list[Considered]:
-        """Candidates that no rule rejects."""
+        """Candidates that have not been rejected."""
         return [each for rows in self._rows.values() for row in rows.values() for each in row]
 
     def find_fastest(self) -> None:
         """Evaluate the candidates that could be the fastest plan that fits."""
-        # A rejected plan may be valid with other techniques.
+        # If a plan is rejected, the same strategy may be valid with other techniques.
         plain_s = {stage: self._time_s(next(iter(rows.values()))[0]) for stage, rows in self._rows.items()}
         for stage, rows in sorted(self._rows.items(), key=lambda item: plain_s[item[0]]):
             for first, *others in rows.values():
@@ -227,7 +239,8 @@ class Pricing:
             self._price(each)
 
     def _fits(self, forecast: Forecast | None) -> bool:
-        """Return whether the plan of ``forecast`` fits according to the results so far."""
+        """Return whether the plan of ``forecast`` may fit: its peak is within the budget plus a tolerance, and no dry
+        run showed that it is too large."""
         return (
             forecast is not None
             and id(forecast) not in self._too_large
@@ -250,12 +263,13 @@ class Pricing:
         return self._known[key]
 
     def _confirm(self, picked: Forecast) -> Forecast | None:
-        if picked.method != "dry run" and is_seen_by_dry_run(picked.plan, picked.machine):
+        is_known = id(picked) in self.confirmed or picked.method == "dry run"
+        if not is_known and is_seen_by_dry_run(picked.plan, picked.machine):
             self.confirmed[id(picked)] = self._forecast(self._dry_runs, picked.plan, picked.micro_batch)
         return self.confirmed.get(id(picked), picked)
 
     def _forecast(self, prices: Prices, plan: Plan, micro_batch: int) -> Forecast | None:
-        """Return the forecast; None if the plan is rejected, which is recorded once per strategy and reason."""
+        """Return the forecast; None if the plan is rejected. Rejections are recorded once per strategy and reason."""
         try:
             self._check(plan)
             return prices.estimate(plan, micro_batch)
@@ -285,7 +299,7 @@ def _levers(plan: Plan) -> Hashable:
 
 
 def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the simplest of the forecasts that are as fast as the fastest forecast. ``forecasts`` must not be
+    """Return the forecast with the simplest plan among those that are as fast as the fastest. ``forecasts`` must not be
     empty."""
     fastest_s = min(map(time_s, forecasts))
     tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
@@ -295,9 +309,9 @@ def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
 def simplicity(plan: Plan) -> tuple[int, ...]:
     """Return a sort key that increases with the difference between ``plan`` and a plain training step.
 
-    The key contains the least exact label (:class:`Kind`) among the precision, the optimizer and the memory techniques
-    of ``plan``, the number of memory techniques, the degree of sharding, and the number of micro-batches. The labels of
-    the strategy and the micro-batch size do not count, because every plan on several ranks has the label near.
+    The key consists of the least exact label (:class:`Kind`) of the precision, the optimizer and the memory techniques,
+    the number of memory techniques, the degree of sharding, and the number of micro-batches. Labels of the strategy and
+    the micro-batch size are ignored, because every plan on several ranks has the label near.
     """
     used = used_levers(plan)
     kinds = [
@@ -310,6 +324,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     tiers = (offload.optimizer_states, offload.parameters, offload.activations)
     num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
     num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
+    num_levers += plan.parallel.context_parallel_size > 1
     order = list(Kind)
     worst = max(order.index(kind) for kind in kinds if kind is not None)
     return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches

@@ -1,5 +1,5 @@
-"""Estimates that replace the measurements of an activation budget in a dry run. Bytes are computed from shapes, and
-times from a performance model."""
+"""Estimates for an activation budget in a dry run, which replace the measurements of a run. Bytes are computed from
+shapes, and times from a performance model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TYPICAL_DEVICE = Device(
     memory_bytes_per_s=2e10,
     operation_s=3e-6,
 )
-"""Device whose speed is assumed if a dry run is not for a specific machine. The speed affects only the choice between
-recomputations that save different numbers of bytes. The values are assumptions."""
+"""Device whose speed is assumed if a dry run is not for a specific machine. The speed only affects which activations
+each block saves. The values are assumptions."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,8 @@ class DryEstimates:
         blocks: names of the blocks, in the order of the network.
         plan: plan of the dry run.
         device: device on which the model runs.
-        like: type of the device that the fake tensors represent. A run on a CPU counts the storages that operations
-            use. On all other devices, the allocator also reports tensors that no operation uses, and the memory of the
-            update.
+        like: type of the device that the fake tensors represent. On a CPU, a run counts only storages that operations
+            use. On all other devices, the allocator also reports unused tensors and the memory of the update.
     """
 
     tracker: MemoryTracker
@@ -51,22 +50,21 @@ class DryEstimates:
     like: str
 
     def live_bytes(self) -> LiveBytes:
-        """Return an object that measures the bytes in use."""
+        """Return a counter of the bytes in use."""
         return CountedBytes(torch.device("cpu")) if self.like == "cpu" else TrackedBytes(self.tracker)
 
     def lost_ns(self, block: int, keep: Keep) -> int:
-        """Return the time that the recomputation of a block adds to a step, in nanoseconds."""
+        """Return the time that recomputing a block adds to a step, in nanoseconds."""
         forward = self.work.get(("forward", self.blocks[block]), Work())
         return recomputation_ns(forward, keep, self.plan, self.device)
 
 
 class TrackedBytes(LiveBytes):
-    """Bytes in use according to a memory tracker, which replaces the statistics of an allocator. The tracker counts all
-    tensors of the optimizer. The measurement continues during the update, because the allocator of a device also
-    reports the memory of the update.
+    """Bytes in use according to a memory tracker, as a substitute for the statistics of an allocator. Like the
+    allocator, it includes all tensors of the optimizer and the memory of the update.
 
     Args:
-        tracker: active tracker. The tracker must not be restarted while this object is in use.
+        tracker: active tracker, which must not be restarted while this object is in use.
     """
 
     def __init__(self, tracker: MemoryTracker) -> None:

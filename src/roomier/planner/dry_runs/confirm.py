@@ -1,11 +1,11 @@
-"""Forecasts by dry run, which are slower than closed-form forecasts but execute the code of the real run.
+"""Forecasts by dry runs, which are slower than closed-form forecasts but execute the code of the training run.
 
 [Note: limits of a dry run]
-A dry run does not distinguish the memory of the device, the host and the disk. Plans that move activations out of
-device memory, or that offload parameters, are therefore forecast with the closed form. If a plan offloads only
-optimizer states, a dry run keeps all states on the device, and the formulas for tiers
-(:mod:`roomier.planner.formula.offloaded`) then correct its timeline. If such a plan also has an activation budget, the
-closed form is used, because the choice of saved activations depends on the memory of the states.
+A dry run does not distinguish the memory of the device, the host and the disk. Plans that offload activations or
+parameters are therefore forecast with the closed form. If a plan offloads only optimizer states, the dry run holds all
+states on the device, and the formulas for tiers (:mod:`roomier.planner.formula.offloaded`) then correct its timeline.
+The exception is a plan that also has an activation budget, for which the closed form is used, because the activations
+that blocks save depend on the memory of the states.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Dry runs, which execute the ``build`` of a run and two or three steps of its engine in a fake environment without
-memory."""
+"""Dry runs, which execute ``build`` and two or three training steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,6 +22,8 @@ from roomier.engine.facts import Facts
 from roomier.engine.forward_levers import Levers
 from roomier.engine.optimizers import configure
 from roomier.plan import OffloadPlan, Plan
+from roomier.plan.choices import averages_itself
+from roomier.planner.context import facts_with_region
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, DryEstimates
 from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
@@ -38,17 +39,17 @@ from roomier.techniques.activation.budget import BudgetedRecompute
 from roomier.techniques.optim.averaging import WeightAverage, tensors_to_average
 from roomier.techniques.precision.policy import precision_of
 
-_NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
+_NUM_STEPS = 1000  # run length for schedules; it does not affect memory
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimizer step of one rank, which is not the first step of the run.
+    """One optimizer step of one rank, in the steady state after the first steps of the run.
 
     Attributes:
         intervals: intervals of the step in execution order.
         work: amount of computation, by phase and part of the model.
-        keeps: activations that each block saves under an activation budget; empty without a budget.
+        keeps: activations that each block saves under an activation budget; empty if there is no budget.
     """
 
     intervals: tuple[Interval, ...]
@@ -57,12 +58,12 @@ class DryRun:
 
     @property
     def peak(self) -> Interval:
-        """Interval with the highest total of tensor bytes."""
+        """Interval with the largest total size of tensors."""
         return max(self.intervals, key=lambda each: each.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Highest total of tensor bytes."""
+        """Largest total size of tensors, in bytes."""
         return self.peak.peak_bytes
 
 
@@ -87,20 +88,20 @@ def dry_run(
     like: str = "cpu",
     device: Device = TYPICAL_DEVICE,
 ) -> DryRun:
-    """Run a step of ``workload`` under ``plan`` without memory or a device.
+    """Run a training step of ``workload`` under ``plan`` on fake tensors.
 
-    Only the shapes of the module are copied, and no values are computed. For code that reads values of tensors, see
-    [Note: values in a dry run]. With an activation budget, the second step is measured as in a run, and the third step,
-    to which the choice applies, is returned. All optimizer states and parameters are on the device.
+    Only the shapes of the module are copied, and no values are computed; for code that reads tensor values, see
+    [Note: values in a dry run]. With an activation budget, the activations to save are selected after the second step,
+    as in a run, and the third step is returned. All optimizer states and parameters are on the device.
 
     Args:
         workload: module and micro-batch.
         plan: plan with a concrete strategy.
-        rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
-        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
-        like: kind of the device whose kernels determine the memory that is saved for backward; see
+        rank: rank to simulate. No rank requires more memory than rank 0.
+        is_pairwise: True to simulate the pairwise sends of gloo ranks; False to simulate NCCL collectives.
+        like: device type whose kernels determine which tensors are saved for backward; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
-        device: device whose speed determines the time of recomputation, for an activation budget.
+        device: device whose speed determines the time of recomputation for an activation budget.
 
     Raises:
         RoomierError: ``build`` rejects the plan, shapes in the step depend on unknown values, or an activation budget
@@ -110,16 +111,24 @@ def dry_run(
     reads_gradients = layout_of(plan, cpu).reads_in_backward
     offload = OffloadPlan(activations=plan.offload.activations)
     plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"), offload=offload)
+    if averages_itself(plan.optimizer.name):  # the tracked step has all states
+        plan = replace(plan, optimizer=replace(plan.optimizer, options={**plan.optimizer.options, "freeze_step": 1}))
     local_size = plan.parallel.devices
     world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
-    # The engine moves only one micro-batch at a time to a device with separate memory.
+    # If the device has separate memory, the engine moves one micro-batch at a time to it.
     micro_batches = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
-    with fake_world(world, is_pairwise=is_pairwise, like=like) as ranks:
+    with fake_world(plan.parallel.mesh_on(world), is_pairwise=is_pairwise, like=like) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, cpu).weight_dtype)
+        facts = facts_with_region(plan, module, workload.batch, ranks)
         engine, _ = build(
-            plan, module, lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks), _DryEngine, ranks
+            plan,
+            module,
+            lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks),
+            _DryEngine,
+            ranks,
+            facts=facts,
         )
-        if reads_gradients:  # reductions then complete before backward continues
+        if reads_gradients:  # reductions then complete before the backward pass continues
             for each in engine.module.parameters():
                 if each.requires_grad:
                     each.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
@@ -135,7 +144,7 @@ def dry_run(
 
 
 class _OneByOne(Sequence[Any]):
-    """Sequence of ``num`` items. Each access creates a new item, and the sequence retains no reference to the item."""
+    """Sequence of ``num`` items that creates a new item at each access and holds no reference to it."""
 
     def __init__(self, make: Callable[[], Any], num: int) -> None:
         self._make = make
@@ -151,7 +160,7 @@ class _OneByOne(Sequence[Any]):
 
 
 def _copies(engine: _DryEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
-    """Return the tensors that callbacks retain from the start of a run, such as averages."""
+    """Return the tensors that callbacks hold from the start of a run, such as averaged weights."""
     saved = engine.weights() if any(each.with_buffers for each in copies) else {}
     buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
     averages = [
@@ -175,7 +184,7 @@ def _tracked_step(
     own_step = step_of(module, "training_step")
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
-    at_hand: list[Any] = []  # batches that a loop still retains; the last batch is retained until the update ends
+    at_hand: list[Any] = []  # batches that a training loop still references; the last one until the update ends
     engine.hooks.batch_start = lambda batch, _: at_hand.append(batch)
     engine.hooks.batch_end = lambda _: at_hand.clear()
 
@@ -192,7 +201,7 @@ def _tracked_step(
             engine.clip()
         engine.step()
         at_hand.clear()
-        del batches  # a training loop also references the batches during the update
+        del batches  # a training loop references the batches until the update ends
         tracker.enter("rest")
 
     with tracking(engine, copies) as tracker, ExitStack() as stack:
@@ -213,7 +222,7 @@ def _tracked_step(
         if budgeted is None:
             stack.enter_context(counting)
         else:
-            budgeted.begin_step(engine.optimizers, [])  # makes the choice before the tracker is restarted
+            budgeted.begin_step(engine.optimizers, [])  # selects activations before the tracker is restarted
         tracker.restart()
         counter.by_part.clear()
         step(tracker)
@@ -225,7 +234,7 @@ def _tracked_step(
 
 
 def intervals_of(moments: Iterator[Snapshot]) -> Iterator[Interval]:
-    """Merge consecutive snapshots of a tracked step that have the same phase and place.
+    """Merge consecutive snapshots of a tracked step that have the same phase and place into intervals.
 
     The first snapshot of ``moments`` is the state before the step.
     """

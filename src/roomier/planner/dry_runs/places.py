@@ -16,8 +16,8 @@ _PLACE = "_roomier_place"  # attribute of a tensor: name of the part of the mode
 
 
 def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the parts of ``network`` that a dry run distinguishes, with their names. The parts are the blocks and the
-    leaf modules outside the blocks."""
+    """Return the parts of ``network`` that a dry run distinguishes, with their names: the blocks, and the leaf modules
+    outside the blocks."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {
         module: name
@@ -53,7 +53,7 @@ def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], No
 def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         others = (each for each in tensors([args, kwargs]) if not hasattr(each, _PLACE))
-        _at_gradient_of(others, lambda: set_place(""))  # the output of a different part reports the name of that part
+        _at_gradient_of(others, lambda: set_place(""))  # the outputs of other parts report their own names
         set_place(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,19 +1,27 @@
-"""Repeating blocks of a deep model, and copies of the model with fewer blocks.
+"""Detection of equal blocks in a deep model, and copies of the model with fewer blocks.
 
 [Note: equal blocks]
-Consecutive blocks are equal if their class, submodules and plain attributes are equal, and if the shapes and dtypes of
-their parameters and buffers are equal. Integer attributes of equal blocks may differ if these attributes count the
-blocks. Some models alternate between kinds of blocks, such as one block with full attention after five blocks with
-sliding-window attention. In such a model, the repeating unit is a period of several blocks.
+Consecutive blocks are equal if they have the same class, submodules and plain attributes, and parameters and buffers
+with the same shapes and dtypes. Integer attributes may differ if they count the blocks. Some models alternate between
+different blocks, for example one block with full attention after five blocks with sliding-window attention. The
+repeating unit of these models is a *period* of several blocks.
+
+[Note: depth]
+If a model has rows of equal blocks, two copies with fewer blocks are run instead of the full model. For each row, the
+first copy contains some periods at each end and one *middle* period, which represents all omitted periods. The parts of
+a step contain the *growth* of memory instead of its total, so the forward and the backward pass of the middle period
+are the same for every omitted period. The growth in all other parts is a linear function of the number of periods, so a
+second copy without the middle period shows the effect of one period on them. If the two copies differ in any other
+part, the full model is run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, TypeVar
+from itertools import groupby, islice
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from torch import nn
@@ -24,11 +32,12 @@ from roomier.core import torch_private
 from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.plan.choices import POLICIES, ImportedChoice
-from roomier.planner.fake.user_code import reason_of
+from roomier.planner.dry_runs.work import Work, WorkKey
+from roomier.planner.fake.user_code import UnexpectedStepError, reason_of
 from roomier.planner.workload import Workload
 from roomier.techniques.parallel.shard import closed_blocks
 
-T = TypeVar("T", bound=Any)  # an interval or an execution, which have a phase and a place
+T = TypeVar("T", bound=Any)  # an interval or an execution, with phase, place and growth of memory
 _LONGEST_TURN = 8
 _reported: WeakSet[nn.Module] = WeakSet()
 _PLAIN = (bool, str, float, complex, type(None), bytes)
@@ -58,7 +67,7 @@ class Repeat:
 
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
-    """Return the rows of equal blocks that have at least ``least`` periods and that ``plan`` treats identically."""
+    """Return the rows of at least ``least`` periods whose blocks are equal and have the same settings in ``plan``."""
     policy, names = POLICIES[plan.activation.policy], plan.adapter.lora_targets + plan.adapter.lora_trained
     names_a_block = plan.adapter.lora_rank is not None and any(each.isdigit() for each in names)
     if plan.activation.policy == "budget" or isinstance(policy, ImportedChoice) or names_a_block:
@@ -76,8 +85,7 @@ def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
 
 
 def report_full_trace(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
-    """Print a notice that all blocks of a model are traced, because copies with fewer blocks cannot be used. The notice
-    is printed once per model."""
+    """Print a notice, once per model, that all blocks are traced because copies with fewer blocks cannot be used."""
     if module in _reported:
         return
     _reported.add(module)
@@ -97,8 +105,8 @@ class Shallow:
     Attributes:
         module: copy that shares all modules with the original, except the containers of the blocks.
         positions: map from each container to the positions of its children in the original model.
-        middle: map from the blocks in the middle of a row, by their names in the original model, to the number of their
-            row. The retained periods at both ends of a row are not in the middle.
+        middle: number of the row for each block of a middle period, keyed by the name of the block in the original
+            model. The periods at the ends of a row are not included.
     """
 
     module: Module
@@ -106,7 +114,7 @@ class Shallow:
     middle: Mapping[str, int]
 
     def place_in_model(self, place: str) -> str:
-        """Return the original model's name for the part that has the name ``place`` in this copy."""
+        """Return the name in the original model of the part ``place`` of this copy."""
         for container, positions in self.positions.items():
             prefix = f"{container}." if container else ""
             number, *rest = place.removeprefix(prefix).split(".", 1)
@@ -115,11 +123,11 @@ class Shallow:
         return place
 
     def visits(self, parts: Sequence[T]) -> list[tuple[int | None, list[T]]]:
-        """Group consecutive parts of a step in this copy, and replace their places by the names in the original model.
+        """Group consecutive parts of a step of this copy, and replace their places by the names in the original model.
 
         Returns:
-            Pairs of a row and the parts of one visit to middle blocks of this row. For parts outside the middle blocks,
-            the row is None. A part without a name belongs to the previous block.
+            Pairs of a row and the parts of one pass through the middle blocks of this row. The row is None for parts
+            outside the middle blocks. A part without a name belongs to the previous block.
         """
         found: list[tuple[tuple[int | None, str], T]] = []
         row, phase = None, ""
@@ -140,8 +148,7 @@ def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int
         module: model to copy.
         repeats: rows of equal blocks.
         counts: number of retained periods for each of ``repeats``.
-        num_last: number of retained periods from the end of the row. The other retained periods are from the start of
-            the row.
+        num_last: number of retained periods at the end of the row. The others are at its start.
     """
     network = network_of(module)
     positions = {
@@ -170,9 +177,110 @@ def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int
     return Shallow(copied, positions, middle)
 
 
+class NotLinearError(UnexpectedStepError):
+    """Raised if memory does not grow linearly with the number of blocks, so the full model must be traced."""
+
+    def __str__(self) -> str:
+        return "needs memory that does not grow linearly with the number of blocks"
+
+
+@dataclass(frozen=True)
+class FullStep(Generic[T]):
+    """Step of a model, computed from the steps of copies with fewer blocks.
+
+    Attributes:
+        parts: parts of the step, in execution order.
+        work: amount of computation by part.
+        names: function that returns the names of the parts of the model that a part of the largest copy represents.
+    """
+
+    parts: list[T]
+    work: dict[WorkKey, Work]
+    names: Callable[[str], Sequence[str]]
+
+
+def step_in_full(
+    module: Module,
+    repeats: Sequence[Repeat],
+    run: Callable[[Module], tuple[Sequence[T], Mapping[WorkKey, Work]]],
+    *,
+    num_ends: int,
+    affects_others: Callable[[Sequence[T]], bool] = lambda _: True,
+) -> FullStep[T]:
+    """Return the step of ``module``; see [Note: depth].
+
+    Args:
+        module: the model.
+        repeats: rows of equal blocks.
+        run: function that runs a step of a copy and returns its parts and their work.
+        num_ends: number of periods that the copies contain at each end of a row; 2 if the first or the last period of a
+            row affects an adjacent period.
+        affects_others: function that receives the passes through the middle period of a row, and returns whether they
+            affect the growth in other parts.
+
+    Raises:
+        NotLinearError: the growth of memory is not a linear function of the number of blocks.
+    """
+    counts = [2 * num_ends + 1] * len(repeats)
+    shallow = shallow_copy(module, repeats, counts, num_last=num_ends)
+    parts, work = run(shallow.module)
+    visits = shallow.visits(parts)
+    others = _others(visits)
+    represented = {
+        place: [repeat.places(period)[index] for period in range(num_ends, repeat.count - num_ends)]
+        for repeat in repeats
+        for index, place in enumerate(repeat.places(num_ends))
+    }
+
+    def names(place: str) -> Sequence[str]:
+        own = shallow.place_in_model(place)
+        return represented.get(own, [own])
+
+    own_work = {(phase, shallow.place_in_model(place)): each for (phase, place), each in work.items()}
+    all_work = {
+        (phase, name): each for (phase, place), each in own_work.items() for name in represented.get(place, [place])
+    }
+    grown = others
+    for row, repeat in enumerate(repeats):
+        if not affects_others([part for number, visit in visits if number == row for part in visit]):
+            continue
+        fewer = [count - (number == row) for number, count in enumerate(counts)]
+        smaller = shallow_copy(module, repeats, fewer, num_last=num_ends)
+        parts, work = run(smaller.module)
+        less = _others(smaller.visits(parts))
+        if [(each.phase, each.place) for each in less] != [(each.phase, each.place) for each in others]:
+            raise NotLinearError
+        times = repeat.count - counts[row]
+        grown = [each.grown(*both, times) for each, *both in zip(grown, others, less, strict=True)]
+        less_work = {(phase, smaller.place_in_model(place)): each for (phase, place), each in work.items()}
+        for part in [each for each in own_work if each[1] not in represented]:
+            all_work[part] += (own_work[part] + less_work.get(part, Work()) * -1) * times
+    return FullStep(list(_repeated(visits, grown, represented)), all_work, names)
+
+
+def _others(visits: Sequence[tuple[int | None, Sequence[T]]]) -> list[T]:
+    """Return the parts of a step that are outside the middle periods."""
+    return [part for row, visit in visits if row is None for part in visit]
+
+
+def _repeated(
+    visits: Sequence[tuple[int | None, Sequence[T]]], others: Sequence[T], represented: Mapping[str, Sequence[str]]
+) -> Iterator[T]:
+    """Yield the parts of the full step: the passes through all periods that a middle period represents, and
+    ``others``."""
+    left = iter(others)
+    for row, visit in visits:
+        if row is None:
+            yield from islice(left, len(visit))
+            continue
+        periods = range(len(next(represented[each.place] for each in visit if each.place)))
+        for period in periods if visit[0].phase == "forward" else reversed(periods):
+            yield from (replace(each, place=each.place and represented[each.place][period]) for each in visit)
+
+
 @dataclass(frozen=True)
 class _Face:
-    """Properties that determine the cost of a block. Equal blocks have equal ``kept``, but they can differ in the
+    """Properties that determine the cost of a block. Equal blocks have the same ``kept``. They may differ in the
     integers of ``counted``, which may count the blocks."""
 
     kept: tuple[Any, ...]

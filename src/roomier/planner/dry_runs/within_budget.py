@@ -1,16 +1,16 @@
 """The step of a plan with an activation budget, computed from steps in which all blocks save the same activations.
 
 [Note: a step within a budget]
-Three steps are known: one in which all blocks save only their input, one in which they also save the results of matrix
-products, and one in which they save all activations. At any time, the steps differ in the bytes that blocks save
-between their forward and backward passes, and in the memory of the running block. The difference after the forward pass
-of a block is the memory that the activations of this block require. These values define the optimization problem that a
-run solves after its measured step (:mod:`roomier.techniques.activation.budget_choice`). For a given choice, the
-intervals of each block come from the step in which all blocks save the activations that this block saves. The
-difference in the bytes that the earlier blocks save is added.
+Three steps are known: one in which all blocks save only their inputs, one in which they also save the results of matrix
+products, and one in which they save all activations. These steps differ only in the activations that are saved between
+the forward and the backward pass of each block, and in the memory of the running block, so their difference after the
+forward pass of a block is the size of its activations. These sizes define the optimization problem that a run solves
+after its measured step (:mod:`roomier.techniques.activation.budget_choice`). To compose the step for a solution, the
+intervals of each block are taken from the step in which all blocks save the same activations as this block. The bytes
+that earlier blocks save in addition are added.
 
-A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
-the same bytes.
+A run determines the sizes differently, from one step in which all blocks save only their inputs. For equal blocks, both
+methods have the same result.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _NAMES = {
 
 
 def remark_of(keeps: Mapping[str, Keep]) -> str:
-    """Return a sentence that states which activations the blocks save with an activation budget; empty without a
-    budget."""
+    """Return a sentence that describes which activations the blocks save under an activation budget; empty if there is
+    no budget."""
     if not keeps:
         return ""
     counts = Counter(keeps.values())
@@ -59,15 +59,15 @@ def remark_of(keeps: Mapping[str, Keep]) -> str:
 
 
 class NotNestedError(UnexpectedStepError):
-    """Raised if the blocks do not run backward in the reverse order of their forward passes, or if the order differs
-    between the steps."""
+    """Raised if the backward passes of the blocks do not run in the reverse order of their forward passes, or if the
+    order differs between the steps."""
 
     def __str__(self) -> str:
         return "runs its blocks in an order for which no activation budget can be computed"
 
 
 def within_budget(plan: Plan, runs: Mapping[Keep, DryRun], blocks: Collection[str], device: Device) -> DryRun:
-    """Return the step in which each block saves the activations that a run chooses for the budget.
+    """Return the step in which each block saves the activations that a run selects for the budget.
 
     Args:
         plan: plan with an activation budget.
@@ -77,7 +77,7 @@ def within_budget(plan: Plan, runs: Mapping[Keep, DryRun], blocks: Collection[st
 
     Raises:
         BudgetTooSmallError: the peak exceeds the budget even if the blocks save only their inputs.
-        NotNestedError: the choice cannot be computed from ``runs``.
+        NotNestedError: the step cannot be composed from ``runs``.
     """
     steps = {keep: _Sections(run.intervals, blocks) for keep, run in runs.items()}
     base = steps[Keep.INPUT]
@@ -109,14 +109,13 @@ def within_budget(plan: Plan, runs: Mapping[Keep, DryRun], blocks: Collection[st
 
 
 class _Sections:
-    """Sections of a step: the visits to blocks, and the sections between two visits.
+    """Sections of a step: one for each forward or backward pass of a block, and one before, between and after them.
 
     Attributes:
-        keys: phase and block of each section; empty strings for the sections between two visits.
-        parts: intervals of each section. A section between two visits can be empty.
+        keys: phase and block of each section; empty strings for sections outside the blocks.
+        parts: intervals of each section. Sections outside the blocks can be empty.
         order: blocks that have a backward pass, in the order of their forward passes.
-        num_alive: for each section, the number of blocks that are between their forward and their backward pass,
-            excluding the block of the section.
+        num_alive: for each section, the number of blocks whose activations are saved, without the block of the section.
     """
 
     def __init__(self, intervals: Sequence[Interval], blocks: Collection[str]) -> None:

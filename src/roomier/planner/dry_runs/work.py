@@ -1,4 +1,5 @@
-"""Amounts of computation: launched kernels, floating-point operations, and bytes read and written."""
+"""Amounts of computation: launched kernels, floating-point operations, bytes read and written, and bytes that ranks
+with slices of the same sequence exchange."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from roomier.core.tree import tensors
 WorkKey = tuple[str, str]
 """Phase of a step, and part of the model to which the work belongs."""
 
-# Operations whose time is not computed from this work: queries of tensors, profiler marks, and communication including
-# the packing of its data. step_time.py computes the time of communication.
+# Operations that are not counted: queries of tensors, profiler marks, and communication including the packing of its
+# data. step_time.py computes the time of communication. The exchange between ranks that share a sequence is counted,
+# because it depends on the operations of a block.
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
-# Allocations and views, which neither read nor write data.
+_EXCHANGES = "c10d.alltoall_base_"
+# Allocations and views do not read or write data.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-# Operations that read rows of a table, not the full table.
+# Operations that read only some rows of a table.
 _READS_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
 
 
@@ -40,12 +43,17 @@ class Work:
         other_bytes: bytes that all other operations read and write. These operations are limited by memory bandwidth,
             not by arithmetic.
         num_operations: number of launched kernels.
+        exchanged_bytes: size of the inputs of the all-to-alls between the ranks that share sequences, including the
+            shard that stays on this rank.
+        num_exchanges: number of these all-to-alls.
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=lambda: MappingProxyType({}))
     product_bytes: float = 0
     other_bytes: float = 0
     num_operations: float = 0
+    exchanged_bytes: float = 0
+    num_exchanges: float = 0
 
     def __add__(self, other: Work) -> Work:
         dtypes = {*self.flops, *other.flops}
@@ -54,6 +62,8 @@ class Work:
             self.product_bytes + other.product_bytes,
             self.other_bytes + other.other_bytes,
             self.num_operations + other.num_operations,
+            self.exchanged_bytes + other.exchanged_bytes,
+            self.num_exchanges + other.num_exchanges,
         )
 
     def __mul__(self, factor: float) -> Work:
@@ -62,6 +72,8 @@ class Work:
             self.product_bytes * factor,
             self.other_bytes * factor,
             self.num_operations * factor,
+            self.exchanged_bytes * factor,
+            self.num_exchanges * factor,
         )
 
 
@@ -77,13 +89,15 @@ class WorkCounter:
         self._part: Callable[[], WorkKey] = lambda: ("", "")
 
     def counting(self, part: Callable[[], WorkKey]) -> AbstractContextManager[Any]:
-        """Return a context that counts each operation for the part that ``part`` returns when the operation runs."""
+        """Return a context that attributes each operation to the part that ``part`` returns when the operation runs."""
         self._part = part
         return torch_private.intercept(self._on_operation)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if _is_computed(func):
+        if str(func).startswith(_EXCHANGES):
+            self.by_part[self._part()] += Work(exchanged_bytes=args[1].nbytes, num_exchanges=1)
+        elif _is_computed(func):
             work, num_runs = work_of(func, args, kwargs, result), torch_fake.num_runs()
             self.by_part[self._part()] += work if num_runs == 1 else work * num_runs
         return result
@@ -107,7 +121,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Return the work of one operation, as dispatched below autograd."""
     moved_bytes = sum(_bytes_of(each) for each in tensors([args, kwargs, result]))
     if _name_of(func) in _READS_ROWS:
-        # The operation reads the indices, and from the table only as many bytes as it writes to the result.
+        # The operation reads the indices, and as many bytes of the table as it writes to the result.
         table, *_ = tensors(args)
         moved_bytes += sum(_bytes_of(each) for each in tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)

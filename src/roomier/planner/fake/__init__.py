@@ -1,1 +1,1 @@
-"""The environment of a dry run: tensors without memory, and ranks that do not exist."""
+"""The environment of a dry run: fake tensors and simulated ranks."""

@@ -19,8 +19,8 @@ arguments, and returns the result."""
 
 
 class Answers:
-    """Handler that is called for each operation (:func:`roomier.core.torch_private.intercept`) and substitutes the
-    results of some operations.
+    """Handler of each dispatched operation (:func:`roomier.core.torch_private.intercept`), which replaces the results
+    of some operations, such as those that read values.
 
     Args:
         is_cuda: True to allocate memory in the same way as GPU kernels; see [Note: like CUDA].
@@ -123,8 +123,8 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return the loss. The tensor of a reduced loss occupies the memory of all elements, because torch allocates all
-    elements and then resizes the result."""
+    """Return the loss. A reduced loss occupies the memory of all elements, because torch allocates the unreduced loss
+    and resizes it."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
@@ -134,8 +134,8 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of a norm. The statistics have the dtype of the weights if the weights and the input differ in
-    dtype."""
+    """Return the results of a norm. If the weights and the input have different dtypes, the statistics have the dtype
+    of the weights."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is not None and weight.dtype is not args[0].dtype:
@@ -159,8 +159,8 @@ def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of a CTC loss as tensors without values. Unknown target lengths are assumed to be the
-    maximum."""
+    """Return the results of a CTC loss as tensors without values. Unknown target lengths are assumed to be the maximum
+    length."""
     scores, targets, _, lengths = args[:4]
     num_steps, num_sequences = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
     longest = targets.shape[-1]
@@ -172,8 +172,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a grouped matmul, which has one matrix per group of rows, as a tensor without values. On a
-    GPU, torch supports only bfloat16 for this operation."""
+    """Return the result of a grouped matmul, in which each group of rows has its own matrix, as a tensor without
+    values. On a GPU, torch supports this operation only in bfloat16."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

@@ -1,30 +1,28 @@
-"""Fake environment in which the code of a run is executed without tensor memory and without other ranks.
+"""Fake environment that executes the code of a run without memory for tensors and without other ranks.
 
 [Note: values in a dry run]
-Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but the tensors
-have no values. Code that reads a value receives a value that is typical of a training step; see [Note: assumed values].
+Tensors are torch's fake tensors on the CPU, which have the same shapes, dtypes and lifetimes as in a run, but no
+values. Code that reads a value receives one that is typical of a training step; see [Note: assumed values].
 
 [Note: like CUDA]
-The differences between GPU and CPU kernels come from torch's documentation, not from measurements.
-Fake tensors are on the CPU, because a build of torch without CUDA has kernels only for the CPU. The following
-differences, which affect the memory of a step on a GPU, are modeled:
+Fake tensors are on the CPU, because a build of torch without CUDA has only CPU kernels. The following differences
+between GPU and CPU kernels affect the memory of a step and are therefore modeled, according to torch's documentation
+and source code:
 
-- **Attention.** On a GPU, ``scaled_dot_product_attention`` has kernels that support dropout and regenerate the dropout
-  mask in backward. The fused CPU kernel does not support dropout (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so
-  without the fused kernel the full scores are saved. Dropout is therefore disabled in the fake environment, and
-  attention saves its inputs, its output and one number per row.
-- **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
-  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations with 16-bit
-  precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. ``cross_entropy`` computes
-  ``log_softmax`` in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, autocast
+- **Attention.** On a GPU, the fused kernels of ``scaled_dot_product_attention`` support dropout and regenerate its mask
+  in the backward pass. The fused CPU kernel does not (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so a CPU saves
+  the full attention scores. The fake environment therefore disables dropout, and attention saves its inputs, its output
+  and one number per row.
+- **Autocast.** Operations that CUDA autocasts to float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast
+  to ``float32``") receive float32 copies of their inputs, whereas a CPU runs ``layer_norm``, ``softmax`` and some
+  others in 16 bits. All other accelerators use CUDA's list. It does not contain ``cross_entropy``, which computes
+  ``log_softmax`` in the dtype of its input and converts the result to float32 in ``nll_loss``. On a CPU, autocast
   converts the input of ``cross_entropy`` to float32.
-- **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
-- **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
-  parameters on a GPU), so the temporary tensors of all parameters exist at the same time. ``foreach`` is also the
-  default on other accelerators with their own memory.
+- **Norms** of 16-bit inputs save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
+- **Optimizers** of ``torch.optim`` and gradient clipping use ``foreach`` implementations by default on a GPU and on
+  other accelerators with separate memory, so the temporary tensors of all parameters exist at the same time.
 
-cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the memory that oneDNN's kernel
-saves for backward is counted instead.
+The workspaces of cuDNN are not modeled. For an LSTM, the memory that oneDNN saves for backward is counted instead.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,6 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from roomier.core import torch_fake, torch_private
 from roomier.core.device.rng import rng_state, set_rng_state
 from roomier.core.log import quiet
+from roomier.core.mesh import Mesh
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.planner.fake.answers import Answers
@@ -49,7 +49,7 @@ from roomier.planner.fake.rnn import rnn_kernels
 from roomier.planner.fake.user_code import locating_errors
 
 T = TypeVar("T")
-_FEW_PARTS = 16  # largest number of chunks of a tensor that are created separately
+_FEW_PARTS = 16  # maximum number of chunks that are created separately
 
 
 class FakeRanks(Ranks):
@@ -57,12 +57,19 @@ class FakeRanks(Ranks):
 
     Args:
         world: number of ranks, and the rank that this process represents.
-        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
+        is_pairwise: True to simulate the pairwise sends of gloo ranks; False to simulate NCCL collectives.
+        group: process group of the ranks; None means the default group.
+        mesh: layout of the ranks. By default, all ranks read different samples.
     """
 
-    def __init__(self, world: World, *, is_pairwise: bool) -> None:
-        self.world = world
+    def __init__(
+        self, world: World, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None, *, is_pairwise: bool
+    ) -> None:
         self._is_pairwise = is_pairwise
+        super().__init__(world, group, mesh)
+
+    def _of(self, world: World, group: dist.ProcessGroup | None, mesh: Mesh) -> Ranks:
+        return FakeRanks(world, group, mesh, is_pairwise=self._is_pairwise)
 
     def exchange_pairwise(self, device: torch.device) -> bool:
         """Return whether ranks use point-to-point communication."""
@@ -89,22 +96,21 @@ class FakeRanks(Ranks):
 
 
 @contextmanager
-def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
-    """Return a context in which tensors and process groups are fake and no notices are printed.
+def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[Ranks]:
+    """Return a context in which tensors and process groups are fake and notices are suppressed.
 
     Args:
-        world: number of ranks, and the rank that this process represents.
-        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
-        like: kind of the device whose kernels determine the memory that is saved for backward. ``"cuda"`` simulates the
-            known differences of a GPU; see [Note: like CUDA]. All other kinds use CPU kernels. For kinds other than
-            ``"cpu"`` and ``"cuda"``, autocast uses the dtypes of CUDA, and attention saves its scores, because torch
-            has no fused attention for many of these devices.
+        mesh: layout of the ranks, and the rank that this process represents.
+        is_pairwise: True to simulate the pairwise sends of gloo ranks; False to simulate NCCL collectives.
+        like: device type whose kernels determine which tensors are saved for backward. ``"cuda"`` simulates the known
+            differences of a GPU; see [Note: like CUDA]. All other types use CPU kernels. Except for ``"cpu"`` and
+            ``"cuda"``, autocast uses the dtypes of CUDA, and attention saves its scores, because torch has no fused
+            attention for many of these devices.
 
     Raises:
-        RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
-            converted to a DryRunError.
+        RoomierError: code inside the context failed. Exceptions of other types are converted to a DryRunError.
     """
-    is_cuda = like == "cuda"
+    is_cuda, world = like == "cuda", mesh.world
     functions: dict[Any, Any] = {} if like == "cpu" else autocast_functions()
     if is_cuda:
         functions |= attention_functions()
@@ -125,15 +131,15 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
             stack.enter_context(attention_like_cuda())
         elif like != "cpu":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if functions:  # only if necessary, because the replacement adds a check to each function call
+        if functions:  # only if necessary, because it adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
-        yield FakeRanks(world, is_pairwise=is_pairwise)
+        yield FakeRanks(world, is_pairwise=is_pairwise).arranged(mesh)
 
 
 def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Split ``tensor`` in the same way as ``torch.chunk``, but return the same tensor for all chunks of equal size.
+    """Split ``tensor`` like ``torch.chunk``, but return the same tensor for all chunks of equal size.
 
-    ``fully_shard`` splits each parameter into as many chunks as there are ranks.
+    This saves time because ``fully_shard`` splits each parameter into as many chunks as there are ranks.
     """
     has_gradient = torch.is_grad_enabled() and not tensor.is_leaf  # each chunk then has its own autograd node
     if chunks <= _FEW_PARTS or has_gradient or not tensor.shape[dim]:
@@ -156,8 +162,8 @@ def _generators_as_before() -> Iterator[None]:
 
 @contextmanager
 def _masks_of_hugging_face() -> Iterator[None]:
-    """Return a context in which transformers treats fake tensors as real tensors. For fake tensors, transformers
-    creates masks that it omits for real tensors."""
+    """Return a context in which transformers treats fake tensors as real tensors. It would otherwise create masks that
+    it omits for real tensors."""
     found: Any = sys.modules.get("transformers.utils.import_utils")
     name = "is_fake_tensor"
     before = getattr(found, name, None)

@@ -1,17 +1,17 @@
 """Values of integer and boolean tensors in a dry run.
 
 [Note: assumed values]
-Shapes can depend on values, such as sequence lengths or the number of tokens that a mask retains. Fake tensors have no
-values. Small integer and boolean tensors therefore carry a real tensor. The real tensor of a result is computed from
-the real tensors of the inputs. Unknown values are assumed as follows, which corresponds to a typical step:
+Shapes can depend on values, such as sequence lengths or the number of tokens that a mask selects, but fake tensors have
+no values. Small integer and boolean tensors therefore carry a real tensor, and the real tensor of a result is computed
+from the real tensors of the inputs. Unknown values are assumed to be those of a typical step:
 
-- An unknown number is 1 and an unknown flag is true, so no value is infinite, no element is dropped, and a mask retains
-  all elements. If a mask is computed from numbers in the batch, the actual values of these numbers are used.
-- The position of the largest of several values (``topk``, ``argmax``) cycles through all positions. Experts therefore
-  have equal load, which is the goal of a balancing loss.
-- In ``unique``, unknown values are all different, so the result has the largest possible size.
+- An unknown number is 1 and an unknown boolean is True, so no value is infinite and a mask selects all elements. If a
+  mask is computed from numbers in the batch, their actual values are used.
+- The indices of the largest values (``topk``, ``argmax``) cycle through all positions, so experts have equal load,
+  which is the goal of a balancing loss.
+- The input of ``unique`` has no duplicates, so the result has the maximum size.
 
-If all elements have the same value, the real tensor uses the memory of one element.
+If all elements have the same value, the real tensor stores only one element.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _WRITTEN = "scatter scatter_ scatter_add scatter_add_ masked_fill masked_fill_ c
 _OTHERS = "lift_fresh lift_fresh_copy _to_copy clone where tril triu"
 _SEARCHED = "floor_divide searchsorted bucketize isin argmax argmin _unsafe_view"
 _FOLLOWED = frozenset(" ".join((_CREATED, _SUMMED, _MOVED, _WRITTEN, _OTHERS, _SEARCHED)).split())
-# Operators that require contiguous memory, or warn without it. Assumed values are expanded from one element, so they
-# are not contiguous.
-_CONTIGUOUS = (torch.ops.aten.as_strided.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.searchsorted.Tensor)
+# Operators that require contiguous inputs, or warn otherwise. Assumed values are expanded from one element and not
+# contiguous.
+_ATEN = torch.ops.aten
+_CONTIGUOUS = (_ATEN.as_strided.default, _ATEN.bucketize.Tensor, _ATEN.searchsorted.Tensor, _ATEN.view.dtype)
 _LARGEST = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
 
@@ -78,7 +79,7 @@ def number_of(tensor: Tensor) -> bool | int | float:
 
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute the integer or boolean values of ``result`` if ``func`` is supported."""
+    """Compute the values of ``result``, which is integer or boolean, if ``func`` is supported."""
     if type(result) is tuple or type(result) is list:
         if not any(isinstance(each, Tensor) and each.dtype in _WHOLE for each in result):
             return
@@ -122,8 +123,7 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute an elementwise operation. If all elements of each input are equal, all elements of the result are
-    equal."""
+    """Compute an elementwise operation. If each input consists of equal elements, only one element is computed."""
     values = _real(args)
     if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):
         with torch_private.without_interception():
@@ -147,8 +147,8 @@ def _write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the positions of the largest values. The positions are computed for known integers. For all other values, the
-    positions cycle."""
+    """Set the indices of the largest values. They are computed for known integers; otherwise, they cycle through all
+    positions."""
     if is_known(args[0]) and args[0].dtype in _WHOLE:
         _run(func, args, kwargs, result)
         return
@@ -161,7 +161,7 @@ def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     num_choices = args[0].numel() if is_whole else given[dim]
     with torch_private.without_interception():
         turns = torch.arange(positions.numel())
-        if positions.dim() == len(given) and given and not is_whole:  # several positions along the dimension
+        if positions.dim() == len(given) and given and not is_whole:  # several indices along the dimension
             moved = positions.shape[:dim] + positions.shape[dim + 1 :]
             turns = turns.view(*moved, positions.shape[dim]).movedim(-1, dim)
         set_value(positions, (turns % max(num_choices, 1)).reshape(positions.shape).clone())

@@ -1,4 +1,4 @@
-"""Recurrent layers in a dry run: workspaces of their kernels, and packed sequences."""
+"""Recurrent layers in a dry run: workspaces of their kernels and packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_GATES = 4  # number of gates of an LSTM, the only layer that uses this kern
 
 
 def rnn_answers() -> dict[Any, Callable[[Any, Any, Any], Any]]:
-    """Return the substitutes for operations of recurrent layers."""
+    """Return substitutes for the operations of recurrent layers."""
     return {aten.mkldnn_rnn_layer.default: _mkldnn_layer, aten._pack_padded_sequence.default: _pack}
 
 
@@ -40,9 +40,8 @@ def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
 def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, itemsize: int) -> int:
     """Return the number of bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
-    The sizes of the regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
-    github.com/oneapi-src/oneDNN). The regions contain the gates, products, states, cells, and three kinds of gradients
-    in float32.
+    The sizes follow ``rnn_utils.cpp`` in oneDNN (``set_conf``, ``set_offsets``, ``get_good_ld``). They include the
+    gates, products, hidden states, cell states, and three types of gradients in float32.
 
     Args:
         length: number of steps in a sequence.
@@ -66,8 +65,8 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
 
 
 def _padded(width: int, itemsize: int) -> int:
-    """Return the row length padded to full cache lines. The padded length is not a multiple of 256, because a multiple
-    of 256 would cause cache conflicts."""
+    """Return the row length padded to full cache lines, but not to a multiple of 256, which would cause cache
+    conflicts."""
     line = 64 // itemsize
     width = _rounded_up(width, line)
     return width + line if width % 256 == 0 else width
@@ -99,7 +98,7 @@ def _packed(kernel: Callable[..., Any], given: Tensor, lengths: Tensor, batch_fi
 
 
 class _Packing(torch.autograd.Function):
-    """Packing operation whose backward pass allocates a full gradient of the input, as in torch."""
+    """Packing of sequences whose backward pass allocates a full gradient of the input, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -125,7 +124,7 @@ def _pad(
     length = max(len(sizes), total_length)
     padded = data.new_full((length, sizes[0], *data.shape[1:]), padding_value)
     begin = 0
-    for step, size in enumerate(sizes):  # copies at each change of size and at the end, as the C++ code does
+    for step, size in enumerate(sizes):  # like the C++ code, copies at each change of size and at the end
         if step + 1 == len(sizes) or sizes[step + 1] != size:
             first = next(i for i, each in enumerate(sizes) if each == size)
             num_rows = (step + 1 - first) * size

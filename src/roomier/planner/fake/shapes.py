@@ -1,11 +1,11 @@
 """Copies of modules and batches that have shapes but no values.
 
 [Note: copies for a dry run]
-Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor. All other
-attributes are copied with ``copy.deepcopy``. Tensors that share memory in the module also share memory in the copy.
-Small integer tensors retain their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes
-are shared with the copy. In the copy, parameters on ``meta`` and paged parameters have their full shape. If a module
-has no parameters and constructs itself in ``configure_model``, this method of the copy is called.
+Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor, and
+tensors that share memory in the module also share memory in the copy. Small integer tensors retain their values (see
+[Note: assumed values]). Parameters on ``meta`` and paged parameters have their full shape in the copy. All other
+attributes are copied with ``copy.deepcopy``, except datasets, loaders and large arrays, which are shared with the copy.
+If a module creates its layers in ``configure_model``, this method of the copy is called.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         weight_dtype: dtype of the floating-point weights of the copy; None retains the dtype of each weight.
 
     Raises:
-        RoomierError: a layer is lazy, an earlier run sharded the module, or the module cannot be copied
+        RoomierError: a layer is lazy, the module was sharded by an earlier run, or it cannot be copied
             (NoForecastError).
     """
     _refuse(module)
     makers = _Makers(module, weight_dtype)
     memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
-    trainer = module.trainer if module.is_attached else None  # the step can read its attributes, such as the epoch
+    trainer = module.trainer if module.is_attached else None  # training_step can read its attributes, such as the epoch
     if trainer is not None:
         memo[id(trainer)] = trainer
     try:
@@ -81,7 +81,7 @@ def shapes_of_batch(batch: Any) -> Any:
 
 
 class _Makers:
-    """Factory of fake tensors. Fake tensors share memory if the original tensors share memory."""
+    """Factory of fake tensors, which share memory if the original tensors do."""
 
     def __init__(self, module: nn.Module, weight_dtype: torch.dtype | None) -> None:
         self._weight_dtype = weight_dtype
@@ -114,8 +114,8 @@ class _Makers:
         return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-_LARGE_BYTES = 2**20  # size from which an array is shared with the copy
-_OF_PAGES = ("page", "pages", "_paged_as")  # attributes of parameters that each rank stores as a shard
+_LARGE_BYTES = 2**20  # minimum size of an array that is shared with the copy
+_OF_PAGES = ("page", "pages", "_paged_as")  # attributes of paged parameters
 
 
 def _refuse(module: Module) -> None:
@@ -143,7 +143,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         for name, value in part.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules", "_trainer"):
-                # A dataclass can have fields that are not set, or refer to itself.
+                # A dataclass can have unset fields or a reference to itself.
                 yield from tensors(value) if isinstance(value, (Tensor, Mapping, list, tuple)) else ()
 
 
@@ -153,4 +153,4 @@ def _is_data(value: Any) -> bool:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Substitute for methods that log or print values."""
+    """Replacement for methods that log or print values."""

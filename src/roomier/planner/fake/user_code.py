@@ -1,4 +1,4 @@
-"""Errors of user code in a dry run, with the line in the user's file and a recommended action."""
+"""Errors of user code in a dry run, which contain the line in the user's file and a recommended action."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DryRunError(NoForecastError):
 
 @contextmanager
 def locating_errors() -> Iterator[None]:
-    """Return a context that converts an error to a DryRunError that names the innermost line of code outside torch and
-    roomier.
+    """Return a context that converts an error to a DryRunError, which contains the innermost line of code outside torch
+    and roomier.
 
     A RoomierError is raised unchanged.
     """
@@ -49,8 +49,8 @@ def locating_errors() -> Iterator[None]:
 
 
 class UnexpectedStepError(Exception):
-    """Raised if a step does not have the form that a fast method of the planner assumes. The text of a subclass is the
-    predicate of a sentence whose subject is the step."""
+    """Raised if a step does not have the form that a fast method of the planner assumes. The message is a predicate
+    whose subject is the step."""
 
 
 def reason_of(error: Exception) -> str:

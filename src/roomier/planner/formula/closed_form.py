@@ -1,15 +1,16 @@
-"""Closed form: the memory of a step with any strategy, computed from one trace of the model without running a step.
+"""Closed-form forecast of the memory of a step: computed for any strategy from one trace of the model, without running
+a step.
 
 [Note: closed form]
-A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and temporaries while each part of
-the model runs. :class:`~roomier.planner.memory.walk.Walk` contains the memory that is gathered, sent and reduced at the
-entry and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk
-records at the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the
-exit is added to the trace at the end of the part. Between the entry and the exit, the largest sum in the trace is added
-to the current state of the walk. Unsharded gradients are counted in the trace until the walk counts them.
+The closed form adds two sources. A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and
+temporaries while each part of the model runs, and determines the order of the parts. A
+:class:`~roomier.planner.memory.walk.Walk` simulates the model states: which weights are all-gathered, and which
+gradients are sent and reduced, when a part starts and ends. The states that the walk records at the start and the end
+of a part are added to the trace at these two moments. In between, the state of the walk is constant and is added to the
+largest growth in the trace. Unsharded gradients are counted in the trace until the walk counts them.
 
-With gradient accumulation, only three micro-batches are computed: the first, one in the middle, and the last. All
-micro-batches in the middle are equal.
+With gradient accumulation, only three micro-batches are computed: the first, the last, and one that represents all
+others, because their memory is the same.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class States:
     Attributes:
         units: units in the order of the modules, starting with the root.
         sizes: sizes of the tensors of each unit.
-        kept: bytes between two steps by kind, excluding gradients.
-        gradient_bytes: total size in bytes of the gradients of the full model, in the dtype of its weights.
+        kept: bytes that exist between two steps, by kind, without gradients.
+        gradient_bytes: size in bytes of all gradients of the unsharded model, in the dtype of its weights.
         update: temporary bytes of the optimizer by kind.
         away: model states in lower tiers, which are not in ``kept``.
     """
@@ -69,7 +70,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: UnitOrder | No
 
 def _micro_batches(layout: Layout) -> Sequence[int]:
     last = layout.num_micro_batches - 1
-    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals the micro-batches in the middle
+    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals the previous ones
         return (0, last) if last else (0,)
     return (0, 1, last) if last > 1 else range(last + 1)
 
@@ -79,12 +80,13 @@ class _StepTimeline:
         self.trace = trace
         self.states = states
         self.layout = layout
-        self._num_batches = layout.num_micro_batches if layout.holds_all_batches else 1  # that exist together
+        self._num_batches = layout.num_micro_batches if layout.holds_all_batches else 1  # that exist at the same time
         self.other_batches_bytes = trace.batch_bytes * (self._num_batches - 1)
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Interval:
-        """Return the interval of the optimizer's update. The batches that the loop still references are included."""
+        """Return the interval of the optimizer update, including the batches that the training loop still
+        references."""
         self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
@@ -125,8 +127,8 @@ class _WholeStep(_StepTimeline):
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Return the total size in bytes of gradients outside the buckets of DDP. If the optimizer steps in the
-        backward pass, gradients exist only while they are pending."""
+        """Return the size in bytes of the gradients outside the buckets of DDP. If the optimizer steps in the backward
+        pass, only pending gradients exist."""
         if self.layout.steps_in_backward:
             return level.pending
         before = self.states.gradient_bytes if index else 0
@@ -182,7 +184,7 @@ class _CutStep(_StepTimeline):
 
     def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Interval]:
         walk, order = self._walk, self._order
-        taken_over = 0  # bytes of the gradients that the walk already counts
+        taken_over = 0  # bytes of the gradients that are counted in the walk
         adds_in_place = self.layout.accumulates_unsharded and not is_first
         waiting = list(order.gathering)
         last = len(self.trace.visits) - 1
@@ -196,7 +198,7 @@ class _CutStep(_StepTimeline):
                 (level.pending if adds_in_place else level.gradient) - taken_over for level in (begin, highest)
             ]
             if number == order.num_forward and order.root is not None and not is_again:
-                walk.enter(order.root, waiting[:1], "backward")  # the root is first, with the next unit as prefetch
+                walk.enter(order.root, waiting[:1], "backward")  # the root is first and prefetches the next unit
             for unit in order.units_at[number]:
                 while unit in waiting:
                     next_one = waiting.pop(0)
@@ -236,14 +238,12 @@ class UnitOrder:
         units: units in the order of the modules.
 
     Attributes:
-        root: the unit whose weights remain gathered between the forward and the backward pass; None if the model has no
-            such unit.
+        root: unit whose weights remain unsharded between the forward and the backward pass; None if there is none.
         num_forward: number of executions that belong to the forward pass.
-        units_at: for each execution, the units that are required from its start. A block comes before its norms.
-        ending_at: for each execution, the units whose backward pass ends with the execution. Norms come before their
-            block.
-        late: units whose backward pass ends with the backward pass of the model.
-        gathering: units in the order in which a backward pass gathers them.
+        units_at: for each execution, the units that are required when it starts. A block comes before its norms.
+        ending_at: for each execution, the units whose backward pass ends when it ends. Norms come before their block.
+        late: units whose backward pass ends only at the end of the model's backward pass.
+        gathering: units in the order in which a backward pass all-gathers them.
     """
 
     def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
@@ -275,8 +275,8 @@ class UnitOrder:
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
-    """Return the numbers of the units that belong to a part of the model: the unit of the part, the units inside the
-    part, and the unit that contains the part."""
+    """Return the indices of the units that a part of the model requires: its own unit, the units inside it, and the
+    unit that contains it."""
     if not place:
         return []
     return [
@@ -288,7 +288,7 @@ def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
 
 
 def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
-    """Group each block with its norms. Units that are not gathered in the backward pass are skipped."""
+    """Group each block with its norms. Units that are not all-gathered in the backward pass are skipped."""
     groups: list[list[int]] = []
     for unit in order:
         if units[unit].is_inner:
@@ -299,8 +299,8 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
 
 
 def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:
-    """Return the interval of ``execution``. The start, peak and end of the interval are the first, the largest and the
-    last of ``moments``."""
+    """Return the interval of ``execution``, whose start, peak and end are the first, the largest and the last of
+    ``moments``."""
     return Interval(
         execution.phase, execution.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )

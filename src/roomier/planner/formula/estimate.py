@@ -1,4 +1,4 @@
-"""Closed-form forecasts. A forecast takes milliseconds, so thousands of plans can be compared."""
+"""Closed-form forecasts, which take milliseconds each, so that thousands of plans can be compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from roomier.api.module import network_of
 from roomier.core import torch_fake
-from roomier.core.world import World
+from roomier.core.mesh import Mesh
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
@@ -30,6 +30,7 @@ from roomier.plan import (
     ParallelPlan,
     Plan,
 )
+from roomier.plan.choices import averages_itself
 from roomier.plan.levers import LEVERS, without
 from roomier.plan.parts import PARTS
 from roomier.planner.dry_runs.dry_run import DryRun
@@ -60,7 +61,7 @@ from roomier.techniques.optim.muon import Muon
 from roomier.techniques.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.techniques.precision.policy import precision_of
 
-_NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
+_NUM_STEPS = 1000  # run length for schedules; it does not affect memory
 _CPU = torch.device("cpu")
 _OF_FORWARD = ("activation", "offload", "loss", "attention")  # without the tiers of model states in `offload`
 _INTERPOLATED = (
@@ -70,7 +71,7 @@ _INTERPOLATED = (
 
 @dataclass(frozen=True)
 class _Built:
-    """The model in its training form, on one device."""
+    """The model on one device, after the changes that a plan makes to it before training."""
 
     units: list[Unit]
     buffer_bytes: int
@@ -86,10 +87,10 @@ class _StepRun:
     """One optimizer step.
 
     Attributes:
-        trace: trace of one micro-batch. If the choice of activations for a budget was computed, all blocks save all
-            activations in this trace. None for a dry run.
+        trace: trace of one micro-batch; None for a dry run. If the activations to save were selected for a budget, the
+            trace is of a step in which all blocks save all activations.
         run: the step, in the form of a dry run.
-        moved_bytes: total size in bytes of the activations outside the device.
+        moved_bytes: total size in bytes of the offloaded activations.
         remark: see :class:`roomier.planner.forecast.Forecast`.
     """
 
@@ -100,12 +101,10 @@ class _StepRun:
 
 
 class Estimator:
-    """Source of forecasts for one workload on one machine. The forecasts are computed with
-    :mod:`roomier.planner.formula.closed_form`.
+    """Source of closed-form forecasts for one workload on one machine; see :mod:`roomier.planner.formula.closed_form`.
 
-    Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
-    that act inside a forward pass. A second trace is recorded if another micro-batch size is required. Traces are
-    recorded on demand and cached.
+    Most of the time is spent in traces, which are recorded on demand and cached: one for each combination of memory
+    techniques that affect the forward pass, and a second one if another micro-batch size is required.
 
     Args:
         workload: workload with any batch size.
@@ -129,11 +128,11 @@ class Estimator:
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        With an activation budget, the saved activations are chosen in the same way as in a run; see [Note: a step
-        within a budget]. This choice cannot be computed if blocks also offload activations, or if blocks do not run
-        backward in the reverse order of their forward passes. In these cases, the peak equals the budget, limited to
-        the range between the peak with full recomputation and the peak without recomputation, and ``remark`` states
-        this.
+        With an activation budget, the activations to save are selected in the same way as in a run; see
+        [Note: a step within a budget]. The selection cannot be computed if blocks also offload activations, or if the
+        backward passes of the blocks do not run in the reverse order of their forward passes. The peak is then assumed
+        to equal the budget, but to be between the peaks with and without full recomputation, and ``remark`` contains a
+        note.
 
         Raises:
             RoomierError: ``build`` rejects the plan, or an activation budget is too small.
@@ -144,7 +143,7 @@ class Estimator:
         return self._forecast(plan, micro_batch, step, states)
 
     def of_dry_run(self, plan: Plan, run: DryRun, micro_batch: int) -> Forecast:
-        """Return the forecast of ``plan``, which offloads at most optimizer states, from a dry run.
+        """Return the forecast of ``plan`` from a dry run. The plan may offload optimizer states, but no other tensors.
 
         Args:
             plan: plan of the dry run.
@@ -156,7 +155,7 @@ class Estimator:
         states = self._states_of(plan, self._layout(plan))
         less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
         intervals = [each.plus(less, less, less) for each in run.intervals]
-        if not states.away.on_cpu:  # units are updated one after the other
+        if not states.away.on_cpu:  # units are updated sequentially
             intervals = [
                 replace(each, peak=added(each.begin, states.update)) if each.phase == "update" else each
                 for each in intervals
@@ -256,7 +255,7 @@ class Estimator:
         return self._moved[id(whole)]
 
     def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Interval, ...]:
-        if states.away.parameters:  # the gradients of a unit leave the device in backward
+        if states.away.parameters:  # the gradients of a unit are offloaded in the backward pass
             layout = replace(layout, steps_in_backward=True)
         if not layout.is_sharded:
             trace = trace.without_gradients if states.away.parameters else trace
@@ -267,7 +266,7 @@ class Estimator:
         return states.away.on_device(timeline(trace, states, layout, self._orders[key]))
 
     def _trace_of(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
-        # Autocast's copies of parameters do not exist while the parameters are in a lower tier.
+        # Autocast creates no copies of parameters that are in a lower tier.
         has_autocast = precision_of(plan.precision.mode, _CPU).autocast_dtype is not None
         has_no_casts = layout.is_sharded or (plan.offload.parameters != "none" and has_autocast)
         plan = traced_plan(plan)
@@ -280,7 +279,7 @@ class Estimator:
 
     @staticmethod
     def _on_a_line(known: dict[int, Trace], micro_batch: int) -> Trace | None:
-        # With one sample, some operations avoid a copy that is required with more samples.
+        # With one sample, some operations avoid a copy that they need for several samples.
         taken = [each for size, each in known.items() if size > 1]
         if micro_batch == 1 or len(taken) < 2 or not taken[0].is_like(taken[1]):
             return None
@@ -299,7 +298,7 @@ class Estimator:
         sizes = state_bytes_of(plan, built.names)
         is_offloaded = plan.offload.optimizer_states != "none"
         at_once = torch_fake.updates_together(self._machine.device.kind) and not is_offloaded
-        with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=self._machine.device.kind):
+        with fake_world(Mesh(), is_pairwise=True, like=self._machine.device.kind):
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
             away = self._offloaded(plan, built, layout, sizes)
         kept = kept_bytes(built.units, layout, sizes, built.buffer_bytes)
@@ -344,9 +343,10 @@ class Estimator:
         return offloaded(plan, groups, layout, sizes, tensors_of, on_cpu=on_cpu, cast_dtype=dtype)
 
     def _built_of(self, plan: Plan) -> _Built:
+        strategy = "ddp" if averages_itself(plan.optimizer.name) else "single"
         alone = replace(
             without(plan, [lever for lever in LEVERS if lever.frees_gradients]),
-            parallel=ParallelPlan(accelerator="cpu"),
+            parallel=ParallelPlan(strategy, accelerator="cpu"),
             batch=BatchPlan(),
             activation=ActivationPlan(),
             offload=OffloadPlan(),
@@ -358,15 +358,15 @@ class Estimator:
 
 
 def leave_device(plan: Plan, machine: Machine) -> bool:
-    """Return whether the activations of ``plan`` leave device memory. On a CPU, device memory is host memory, so only
-    activations on disk leave it."""
+    """Return whether ``plan`` moves activations out of device memory. On a CPU, this applies only to offloading to
+    disk, because device memory is host memory."""
     tier = plan.offload.activations
     return tier == "disk" or (tier == "cpu" and machine.device.kind != "cpu")
 
 
 def _build_on_one(workload: Workload, alone: Plan) -> _Built:
     precision = precision_of(alone.precision.mode, _CPU)
-    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
+    with fake_world(Mesh(), is_pairwise=True) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
         engine, _ = build(
             alone, module, lambda blocks: configure(alone, module, lambda: _NUM_STEPS, blocks), EagerEngine, ranks
@@ -397,8 +397,8 @@ def _build_on_one(workload: Workload, alone: Plan) -> _Built:
 def _groups(
     network: nn.Module, modules: Sequence[nn.Module], apart: Collection[Tensor], updated: Collection[str]
 ) -> list[tuple[str, list[str]]]:
-    """Return one group of weight names for each module, without the weights in ``apart``. An additional first group
-    contains all other weights in the order of their updates."""
+    """Return one group of weight names for each module, without the weights in ``apart``, preceded by a group that
+    contains all other weights. Weights are in the order of their updates."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     of_modules = {module: name for name, module in network.named_modules()}
     found: list[tuple[str, list[str]]] = []
@@ -420,14 +420,14 @@ Key = tuple[tuple[int, ...], torch.dtype]
 def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
     """Return the peak of the temporary bytes during an update.
 
-    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer performs a step on a
-    few weights that have the shapes of a rank's shards; see :func:`few_alike`. If an update processes all weights
-    together (``foreach``), the sizes for all shapes are summed.
+    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer runs a step on a few
+    weights with the shapes of a rank's shards; see :func:`few_alike`. If the update is a ``foreach`` implementation,
+    the sizes for all weights are summed.
 
     Args:
-        optimizers: optimizers of the full model in its training form.
+        optimizers: optimizers of the unsharded model.
         layout: how the weights are sharded.
-        at_once: whether torch updates lists of weights together if possible, as for unsharded weights on a GPU.
+        at_once: whether torch uses ``foreach`` implementations by default, as for unsharded weights on a GPU.
     """
     peak_bytes = 0
     for optimizer in optimizers:
@@ -450,7 +450,7 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
 def few_alike(keys: Sequence[Key]) -> list[Key]:
     """Return a short sequence that contains the same consecutive pairs as ``keys``.
 
-    While a weight is updated, temporaries of the previous weight can still exist, so the order of shapes matters.
+    Consecutive pairs matter because temporary tensors of one weight can exist until the update of the next.
     """
     known: set[tuple[Key, Key]] = set()
     found = list(keys[:1])
@@ -487,8 +487,8 @@ def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> l
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]
 ) -> tuple[nn.ParameterList, Optimizer]:
-    """Return weights with the shapes and dtypes in ``keys``, and an optimizer that updated them. The optimizer has the
-    class ``kind`` and the settings of ``optimizer``."""
+    """Return weights with the shapes and dtypes in ``keys``, and an optimizer that has updated them, with the class
+    ``kind`` and the settings of ``optimizer``."""
     holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
     weights = list(holder.parameters())
     known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}

@@ -1,21 +1,19 @@
 """Model states in lower tiers: bytes on the device, in host memory and on disk, and the traffic of a step.
 
 [Note: units on the device]
-The optimizer states of a unit are on the device while the unit is updated. At the same time, the states of the previous
-unit are copied to the host, and the states of the next unit are copied to the device. Therefore, the states of at most
-three units are on an accelerator. The states that were copied to the host last stay on the device until the next states
-are copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
-deferred update exist until the update, which is in the forward pass of the next step. With sharded parameters, a
-deferred update is complete before the forward pass of the preceding unit. A speculative update runs at the end of the
-backward pass of its block.
+While a unit is updated, the optimizer states of the previous unit are copied to the host, and those of the next unit
+are copied to the device, so the states of at most three units are on an accelerator. Between two updates, the states of
+two units are on the device: those that were copied to the host last, and those of the next unit. A deferred update runs
+in the forward pass of the next step, and its gradients exist until then. With sharded parameters, it is complete before
+the forward pass of the preceding unit. A speculative update runs at the end of the backward pass of its block.
 
-Parameters are on the device during the computation of their block, together with the parameters of the next block. In
-backward, the gradients of the previous block are copied to the host at the same time. At the end of the backward pass
-of a block, its gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update,
-the parameters and gradients of the unit and the updated parameters of the previous unit are on the device.
+While a block is computed, its parameters and those of the next block are on the device. In the backward pass, the
+gradients of the previous block are on the device, too, because they are being copied to the host. At the end of the
+backward pass of a block, its gradients exist twice: as the tensors of autograd and as the record that is copied to the
+tier. In an update, the device contains the parameters and gradients of the unit, and the updated parameters of the
+previous unit.
 
-On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
-memory.
+On a CPU, units are updated in the buffers of the disk tier, which are the only additional memory.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ from roomier.techniques.offload.states import aligned, first_leaving, record_siz
 from roomier.techniques.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
-"""Function that receives a weight and the shape of its shard, and returns the size in bytes of each state except
-scalars."""
+"""Function that returns the size in bytes of each optimizer state that is not a scalar, given a weight and the shape of
+its shard."""
 Group = tuple[str, Sequence[Weight]]
 """A module that is updated as one unit: its name and its weights. The name is empty for the rest of the network."""
 
 
 @dataclass(frozen=True)
 class MovedUnit:
-    """Part of the model states of one rank that leaves the device between its uses.
+    """Part of a rank's model states that is on the device only while it is in use.
 
     Attributes:
         place: name of the block; empty for parameters outside the blocks.
-        content_bytes: bytes that leave the device.
-        read_bytes: bytes from the start of the record to the end of its content.
+        content_bytes: size of the offloaded tensors.
+        read_bytes: size of the record without the padding at its end.
         record_bytes: size of the record.
         gradient_bytes: size in bytes of the unit's gradients on this rank.
         cast_bytes: size in bytes of the lower-precision copies of parameters that autocast creates while the unit is on
@@ -79,7 +77,7 @@ class Offloaded:
         on_cpu: whether the device is the host.
         num_micro_batches: number of micro-batches per optimizer step.
         num_state_buffers: number of buffers for optimizer states on disk.
-        completes_ahead: number of units by which deferred updates are ahead of the forward pass.
+        completes_ahead: number of units by which deferred updates precede the forward pass.
         in_buckets: whether gradients are in the buckets of DDP. DDP replaces its buckets in its second step, while
             deferred updates still use the earlier buckets.
     """
@@ -97,12 +95,12 @@ class Offloaded:
 
     @property
     def is_used(self) -> bool:
-        """True if model states leave the device."""
+        """True if model states are offloaded."""
         return bool(self.states or self.parameters)
 
     @property
     def kept_less(self) -> dict[Kind, int]:
-        """Bytes that are not on the device between two steps, by kind."""
+        """Bytes of offloaded model states, which are not on the device between two steps, by kind."""
         return {
             Kind.OPTIMIZER_STATE: sum(each.content_bytes for each in self.states),
             Kind.PARAMETER: sum(each.content_bytes for each in self.parameters),
@@ -121,8 +119,8 @@ class Offloaded:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory: records of the tier ``"cpu"``, and buffers of the tier ``"disk"``. The result is 0 on a
-        CPU, whose buffers are counted as device memory."""
+        """Bytes in host memory: records of the tier ``"cpu"``, and buffers of the tier ``"disk"``. On a CPU, the
+        buffers are counted as device memory, so the result is 0."""
         return 0 if self.on_cpu else self._stored_bytes("cpu") + self.buffer_bytes
 
     @property
@@ -159,8 +157,8 @@ class Offloaded:
 
     @property
     def backward_traffic(self) -> Traffic:
-        """Transfers in the backward passes of all micro-batches, which read the parameters and write the gradients. The
-        gradients of earlier micro-batches are read to add the new gradients."""
+        """Transfers in the backward passes of all micro-batches, which read the parameters and write the gradients.
+        From the second micro-batch on, they also read the accumulated gradients."""
         times, gradients = self.num_micro_batches, self._gradient_sizes
         read = self._parameter_sizes * times + gradients * (times - 1)
         return self._moved(self.parameter_tier, read, gradients * times)
@@ -168,9 +166,8 @@ class Offloaded:
     @property
     def update_traffic(self) -> Traffic:
         """Transfers of the updates, which read gradients, and read and write states and parameters. A deferred update
-        requires no additional reads of parameters, because the next forward pass reads them. The reads of parameters
-        are estimates, because a region can stay on the device between two uses, and the read of an expected region
-        can be discarded."""
+        does not read parameters again, because the next forward pass has read them. The reads of parameters are
+        estimates: a region can stay on the device between two uses, and a prefetched region can be discarded."""
         read, written = [each.read_bytes for each in self.states], [each.record_bytes for each in self.states]
         arriving = self._gradient_sizes + (self._parameter_sizes if self.mode == "plain" else [])
         own = self._moved(self.parameter_tier, arriving, self._parameter_sizes)
@@ -213,7 +210,7 @@ class Offloaded:
         """Return ``timeline`` with the memory of the units that are on the device; see [Note: units on the device].
 
         Args:
-            timeline: a step without the memory of :attr:`kept_less`.
+            timeline: a step in which the offloaded model states are not counted.
         """
         if not self.is_used:
             return tuple(timeline)
@@ -238,13 +235,13 @@ class Offloaded:
 
     @property
     def _left_bytes(self) -> int:
-        """Bytes of the states that were copied to the host last in a step. These states remain on an accelerator."""
+        """Bytes of the states that were copied to the host last in a step, and are still on the accelerator."""
         if self.on_cpu or not self.states:
             return 0
         return self.states[0 if self.mode == "speculative" else -1].record_bytes
 
     def _present(self, first: int, last: int) -> dict[Kind, int]:
-        """Return the size in bytes of the states of units ``first`` to ``last``, excluding :attr:`_left_bytes`; 0 on a
+        """Return the size in bytes of the states of units ``first`` to ``last``, without :attr:`_left_bytes`; 0 on a
         CPU."""
         units = self.states[max(0, first) : last + 1]
         more = 0 if self.on_cpu else sum(each.record_bytes for each in units) - self._left_bytes
@@ -260,7 +257,7 @@ class Offloaded:
         """Add the states of the units that are updated when the backward pass of their block ends."""
         found = list(timeline)
         last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
-        left = len(self.states)  # index of the unit that was updated last
+        left = len(self.states)  # index of the last updated unit
         for index, interval in enumerate(found):
             if index <= last_forward or not self.states:
                 continue
@@ -319,8 +316,8 @@ class Offloaded:
         }
 
     def _with_deferred(self, timeline: Sequence[Interval]) -> list[Interval]:
-        """Add the gradients and states of deferred updates to the first forward pass."""
-        first = sum(not each.place for each in self.states)  # the deferred updates follow the units outside the blocks
+        """Add the gradients and states of the deferred updates to the first forward pass."""
+        first = sum(not each.place for each in self.states)  # deferred updates follow the units outside the blocks
         found, done = list(timeline), first - 1
         for index, interval in enumerate(timeline):
             if interval.phase != "forward" or done == len(self.states) - 1:
@@ -340,7 +337,7 @@ class Offloaded:
         return found
 
     def _gradients_of(self, units: Sequence[MovedUnit]) -> dict[Kind, int]:
-        if self.parameters:  # the gradients of offloaded parameters are in the tier
+        if self.parameters:  # gradients of offloaded parameters are in the tier
             return {}
         held = self.states if self.in_buckets and units else units
         return {Kind.GRADIENT: sum(each.gradient_bytes for each in held)}
@@ -365,8 +362,8 @@ def offloaded(
         state_bytes: function that returns the total size in bytes of the states of a weight.
         state_tensors: function that returns the size in bytes of each state of a weight.
         on_cpu: whether the device is the host.
-        cast_dtype: dtype of the copies that autocast creates; None without autocast, or if the weights are gathered in
-            this dtype.
+        cast_dtype: dtype of the copies that autocast creates; None without autocast, or if the weights are all-gathered
+            in this dtype.
     """
     offload, mode = plan.offload, update_mode(plan)
     states: list[MovedUnit] = []
@@ -397,8 +394,8 @@ def offloaded(
 
 
 def _in_units(groups: Sequence[Group], layout: Layout) -> list[Group]:
-    """Divide the weights outside the modules into units that are at most as large as the largest module, unless one
-    weight is larger. Return these units, followed by the groups of the modules."""
+    """Divide the weights outside the modules into units that are not larger than the largest module, unless a single
+    weight is. Return these units, followed by the groups of the modules."""
     limit = max((sum(own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
     found: list[tuple[str, list[Weight]]] = []
     room = 0

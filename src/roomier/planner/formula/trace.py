@@ -1,25 +1,25 @@
-"""Traces: the memory that forward and backward passes use in addition to model states, recorded once for all
+"""Traces: the memory of the forward and backward pass in addition to the model states, recorded once for all
 strategies.
 
 [Note: traces and strategies]
-One process runs one micro-batch in a fake environment, without an optimizer. The techniques of the plan that act inside
-the forward pass are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the
-model states that strategies shard are not recorded, but are calculated for each strategy and added to this growth. Two
-effects inside a forward pass depend on sharding. If weights of matmuls are all-gathered in 16 bits, autocast creates no
-copies of these weights, and the gradients have 16 bits. In addition, a view that a unit returns becomes a separate
-tensor. Therefore, one trace is recorded for unsharded models, and another trace for sharded models.
+A trace is recorded by running one micro-batch in a fake environment, with the techniques of the plan that affect the
+forward pass, but without an optimizer. Each :class:`Execution` contains the growth of memory since its start. Model
+states are not recorded, because their sizes are calculated for each strategy and added to this growth. Only two effects
+in a forward pass depend on sharding: if weights of matmuls are all-gathered in 16 bits, autocast creates no copies of
+them and their gradients have 16 bits; and a view that a unit returns becomes a separate tensor. Sharded models
+therefore have their own trace.
 
 [Note: pending gradients]
-A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.
-DDP copies a complete gradient into a bucket and frees the original. Later micro-batches add their gradients to the
-existing gradients. In sharded models, 16-bit gradients remain pending, because later micro-batches add these gradients
-to the 32-bit gradients only at the end of the unit's backward pass.
+A gradient is *complete* when it has been added to the gradient of its parameter, and *pending* until then. DDP copies a
+complete gradient into a bucket and frees the original, and later micro-batches add to the existing gradient. In sharded
+models, 16-bit gradients remain pending until the end of the unit's backward pass, when they are added to the 32-bit
+gradients.
 
 [Note: activations outside the device]
-A dry run does not distinguish memory on the device and on the host, so both are calculated from a trace; see
+A dry run does not distinguish device and host memory, so both are calculated from a trace; see
 [Note: two blocks at a time] in :mod:`roomier.techniques.activation.copies`. During the forward or backward pass of a
-block, the device stores the activations of this block and the previous block. The host or the disk stores the
-activations of all blocks. Tensors smaller than ``MIN_BYTES`` remain on the device.
+block, the device contains the activations of this block and the previous block, whereas the host or the disk contains
+the activations of all blocks. Tensors smaller than ``MIN_BYTES`` remain on the device.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.hooks import step_of
+from roomier.api.module import Module
 from roomier.core.errors import PlanError
+from roomier.core.mesh import Mesh
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.plan import BatchPlan, ChoicePlan, OffloadPlan, OptimizerPlan, ParallelPlan, Plan
+from roomier.planner.context import facts_with_region
 from roomier.planner.dry_runs.places import named_places, reporting_places
-from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
+from roomier.planner.dry_runs.repeats import Repeat, find_repeats, report_full_trace, step_in_full
 from roomier.planner.dry_runs.work import Work, WorkCounter, WorkKey
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
@@ -59,7 +62,7 @@ class Rise(NamedTuple):
     """Growth in bytes.
 
     Attributes:
-        activation: tensors that the forward pass saves for backward, including batches.
+        activation: batches, and tensors that the forward pass saves for backward.
         temporary: all other tensors that are not model states.
         gradient: gradients of unsharded parameters.
         pending: part of ``gradient`` that is not complete; see [Note: pending gradients].
@@ -81,15 +84,14 @@ class Rise(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of a part of the model in a forward or backward pass, with the growth of memory during the
-    execution.
+    """One forward or backward pass of a part of the model, with the growth of memory during this pass.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start of the execution, after each change. The last element is the growth at the end.
-        needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this execution
-            on; see :attr:`roomier.planner.memory.weights.Unit.is_inner`.
+        needs_inner: in a backward pass, whether the norms and embeddings of the part are required from this execution
+        on; see :attr:`roomier.planner.memory.weights.Unit.is_inner`.
     """
 
     phase: str
@@ -114,8 +116,7 @@ class Execution:
         return self.highest_by(-1, 2)
 
     def highest_by(self, gradient_weight: float, pending_weight: float) -> Rise:
-        """Return the moment with the highest sum, which is calculated with the given weights for gradients and pending
-        gradients."""
+        """Return the moment with the highest sum, in which gradients and pending gradients have the given weights."""
         return max(
             (Rise(), *self.moments),
             key=lambda each: (
@@ -129,24 +130,24 @@ class Execution:
         return self.moments[-1]
 
     def between(self, other: Execution, share: float) -> Execution:
-        """Interpolate linearly between this execution (``share`` 0) and ``other`` (1), or extrapolate.
+        """Interpolate linearly between this execution (``share`` 0) and ``other`` (1), or extrapolate."""
+        return self.grown(other, self, share)
 
-        If both executions have the same number of moments, each moment is interpolated, so a different moment can
-        become the highest. Otherwise, only the highest moments and the end are interpolated.
+    def grown(self, more: Execution, less: Execution, times: float) -> Execution:
+        """Return this execution plus ``times`` times the difference between ``more`` and ``less``.
+
+        If all executions have the same number of moments, each moment is computed, so a different moment can become the
+        highest. If not, the result contains only the highest moments and the end.
         """
 
-        def number_between(mine: int, theirs: int) -> int:
-            return round(mine + (theirs - mine) * share)
+        def rise(own: Rise, one: Rise, other: Rise) -> Rise:
+            return Rise(*(round(a + (b - c) * times) for a, b, c in zip(own, one, other, strict=True)))
 
-        def rise_between(mine: Rise, theirs: Rise) -> Rise:
-            return Rise(*map(number_between, mine, theirs))
-
-        return replace(self, moments=tuple(map(rise_between, *_alike(self, other))))
+        return replace(self, moments=tuple(map(rise, *_alike(self, more, less))))
 
 
 class Visit(NamedTuple):
-    """An execution, with the memory in use during the execution. Memory is counted in addition to the memory between
-    two steps.
+    """An execution with the memory in use during it, in addition to the memory between two steps.
 
     Attributes:
         execution: execution of a part of the model.
@@ -167,7 +168,7 @@ class Visit(NamedTuple):
 
     @classmethod
     def of(cls, execution: Execution, begin: Rise) -> Visit:
-        """Return the visit of ``execution``, at whose start the memory ``begin`` is in use."""
+        """Return a visit of ``execution`` that starts with the memory ``begin`` in use."""
         rises = (execution.highest, execution.highest_reduced, execution.highest_moved, execution.end)
         return cls(execution, begin, *map(begin.plus, rises))
 
@@ -179,7 +180,7 @@ class Trace:
     Attributes:
         batch_size: number of samples in the micro-batch.
         batch_bytes: size of the batch in bytes.
-        executions: executions of the parts of the model, in the order in which they run.
+        executions: executions of the parts of the model, in execution order.
         work: amount of computation, by phase and part of the model.
         saved_bytes: sizes of the tensors that the forward pass of each part saves for backward, in execution order.
     """
@@ -256,8 +257,8 @@ class Trace:
 
 
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
-    """Return ``trace`` with only the memory that remains on the device, and the number of bytes outside the device at
-    the end of a forward pass. See [Note: activations outside the device].
+    """Return ``trace`` with only the memory on the device, and the number of offloaded bytes at the end of a forward
+    pass. See [Note: activations outside the device].
 
     Args:
         trace: trace with all activations on the device.
@@ -278,19 +279,22 @@ def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
     return replace(trace, executions=tuple(executions)), sum(kept.values())
 
 
-def _alike(mine: Execution, theirs: Execution) -> tuple[Sequence[Rise], Sequence[Rise]]:
-    if len(mine.moments) == len(theirs.moments):
-        return mine.moments, theirs.moments
-    return [mine.highest, mine.highest_reduced, mine.end], [theirs.highest, theirs.highest_reduced, theirs.end]
+def _alike(*executions: Execution) -> list[Sequence[Rise]]:
+    if len({len(each.moments) for each in executions}) == 1:
+        return [each.moments for each in executions]
+    return [[each.highest, each.highest_reduced, each.end] for each in executions]
 
 
 def traced_plan(plan: Plan) -> Plan:
-    """Return ``plan`` with only the settings that affect a trace. Plans that are equal in these settings share their
-    trace, so a setting that is not reset here gets a trace of its own."""
+    """Return ``plan`` with only the settings that affect a trace, which is the key of cached traces. All other settings
+    are reset to their defaults."""
+    given, parallel, batch = plan.parallel, ParallelPlan(accelerator="cpu"), BatchPlan()
+    if (size := given.context_parallel_size) > 1:
+        parallel, batch = ParallelPlan("ddp", "cpu", given.devices, given.num_nodes, size), BatchPlan(seeding="events")
     return replace(
         plan,
-        parallel=ParallelPlan(accelerator="cpu"),
-        batch=BatchPlan(),
+        parallel=parallel,
+        batch=batch,
         optimizer=OptimizerPlan(),
         offload=OffloadPlan(activations=plan.offload.activations),
         choice=ChoicePlan(),
@@ -298,12 +302,12 @@ def traced_plan(plan: Plan) -> Plan:
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass, and return
-    its trace.
+    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that affect the forward pass, and return its
+    trace.
 
     Args:
         workload: module and micro-batch.
-        plan: plan from which only the techniques that act inside a forward pass are applied.
+        plan: plan whose techniques are applied if they affect the forward pass.
         is_sharded: True to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
@@ -312,10 +316,13 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
     """
     plan = traced_plan(plan)
     device = torch.device("cpu")
-    precision = precision_of(plan.precision.mode, device)
-    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=like) as ranks:
+    precision, size = precision_of(plan.precision.mode, device), plan.parallel.context_parallel_size
+    mesh = Mesh(World(0, size, 0, 0, size), context=size)
+    with fake_world(mesh, is_pairwise=True, like=like) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
-        engine, _ = build(plan, module, lambda _: Configured([]), EagerEngine, ranks)
+        facts = facts_with_region(plan, module, workload.batch, ranks)
+        whole = replace(plan, parallel=ParallelPlan(accelerator="cpu"))
+        engine, _ = build(whole, module, lambda _: Configured([]), EagerEngine, ranks, facts=facts)
         inner = _as_if_sharded(engine, precision.autocast_dtype) if is_sharded else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
@@ -332,8 +339,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
 
 
 def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
-    """Convert weights to the dtype in which a sharded run would gather them, and remove views from the outputs of
-    units.
+    """Convert weights to the dtype in which a sharded run all-gathers them, and remove views from the outputs of units.
 
     Returns:
         For each unit with two groups of parameters, the modules of the group whose weights are not used in matrix
@@ -352,7 +358,7 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
                 if not hasattr(module, "_roomier_part"):
                     module.register_forward_hook(without_views)
                 for each in module.parameters():
-                    if each not in made:  # the second group contains the weights of the first, which keep their dtype
+                    if each not in made:  # weights in both groups keep the dtype of the first
                         made[each] = (
                             each
                             if dtype is None
@@ -366,8 +372,7 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
 
 
 class _Passed(torch.autograd.Function):
-    """Operation through which ``fully_shard`` passes the inputs of a unit, to detect when the gradients of the inputs
-    are complete.
+    """Operation that ``fully_shard`` applies to the inputs of a unit to detect when their gradients are complete.
 
     If a unit returns an input unchanged, this operation makes the output a view of the input.
     """
@@ -391,7 +396,7 @@ def _pass_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 class _Place(str):
-    """Name of a part of the model, with values from the time at which this part was reported.
+    """Name of a part of the model, with values at the time when it was reported.
 
     Attributes:
         complete_bytes: total size of complete gradients in bytes.
@@ -446,7 +451,7 @@ def _executions(moments: Iterator[Snapshot]) -> Iterator[Execution]:
     begin = _rise(next(moments))
     phase = "forward"
     for (phase_now, place, needs_inner), group in groupby(moments, _whereabouts):
-        phase = phase_now if phase == "forward" else phase  # phases after the backward pass count as backward
+        phase = phase_now if phase == "forward" else phase  # later phases count as backward
         levels = [_rise(each) for each in group]
         yield Execution(phase, place, tuple(each.minus(begin) for each in levels), needs_inner)
         begin = levels[-1]
@@ -466,21 +471,19 @@ def _rise(moment: Snapshot) -> Rise:
     )
 
 
-_NUM_TRACED = 3  # number of traced periods: the first period, one in the middle, and the last
-_LEAST = _NUM_TRACED + 2
+_LEAST = 5  # minimum number of periods of a row for which copies of the model are traced
 
 
 def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
     """Return the same result as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep
     model.
 
-    If a model contains a row of equal blocks, a copy with three periods of these blocks is traced. The executions of
-    the middle period are repeated for the full length of the row (see [Note: equal blocks] in
-    :mod:`roomier.planner.dry_runs.repeats`).
+    If a model contains a row of equal blocks, copies with two or three periods of them are traced; see [Note: depth] in
+    :mod:`roomier.planner.dry_runs.repeats`.
 
     Args:
         workload: module and micro-batch.
-        plan: plan from which only the techniques that act inside the forward pass are applied.
+        plan: plan whose techniques are applied if they affect the forward pass.
         is_sharded: True to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
@@ -495,57 +498,25 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
             )
         except PlanError:
             raise
-        except Exception as error:  # a model with fewer blocks than it was constructed with can raise any exception
+        except Exception as error:  # removing blocks can make a model raise any exception
             report_full_trace(workload.module, repeats, error)
     return take_trace(workload, plan, is_sharded=is_sharded, like=like)
 
 
 def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Callable[[Workload], Trace]) -> Trace:
-    def at(counts: Sequence[int]) -> tuple[Trace, Shallow, list[tuple[int | None, list[Execution]]]]:
-        shallow = shallow_copy(workload.module, repeats, counts)
-        trace = take(replace(workload, module=shallow.module))
-        return trace, shallow, shallow.visits(trace.executions)
+    taken: list[Trace] = []
 
-    counts = [_NUM_TRACED] * len(repeats)
-    trace, shallow, visits = at(counts)
-    others = [executions for row, executions in visits if row is None]
-    for number, repeat in enumerate(repeats):
-        ends = [each.end for row, executions in visits if row == number for each in executions]
-        # Some memory remains allocated after the row, for example autocast's copies of weights.
-        if sum(each.activation for each in ends) or sum(each.temporary for each in ends):
-            _, _, deeper = at([count + (number == row) for row, count in enumerate(counts)])
-            more = [executions for row, executions in deeper if row is None]
-            for mine, theirs in zip(others, more, strict=True):
-                pairs = zip(mine, theirs, strict=True)
-                mine[:] = [each.between(other, repeat.count - _NUM_TRACED) for each, other in pairs]
-    return _written_out(trace, shallow, visits, repeats)
+    def run(module: Module) -> tuple[Sequence[Execution], Mapping[WorkKey, Work]]:
+        taken.append(take(replace(workload, module=module)))
+        return taken[-1].executions, taken[-1].work
+
+    step = step_in_full(workload.module, repeats, run, num_ends=1, affects_others=_leave_memory)
+    first = taken[0]
+    saved_bytes = {name: sizes for place, sizes in first.saved_bytes.items() for name in step.names(place)}
+    return replace(first, executions=tuple(step.parts), work=step.work, saved_bytes=saved_bytes)
 
 
-def _written_out(
-    trace: Trace,
-    shallow: Shallow,
-    visits: Sequence[tuple[int | None, Sequence[Execution]]],
-    repeats: Sequence[Repeat],
-) -> Trace:
-    """Return the trace of the full model, in which the visits to middle blocks are repeated."""
-    represented = {
-        place: [repeat.places(period)[index] for period in range(1, repeat.count - 1)]
-        for repeat in repeats
-        for index, place in enumerate(repeat.places(1))
-    }
-
-    def names(place: str) -> Sequence[str]:  # of the blocks that a block of the shallow model represents
-        own = shallow.place_in_model(place)
-        return represented.get(own, [own])
-
-    executions: list[Execution] = []
-    for row, visit in visits:
-        if row is None:
-            executions += visit
-            continue
-        times = range(repeats[row].count - 2)
-        for time in times if visit[0].phase == "forward" else times[::-1]:
-            executions += [replace(each, place=each.place and represented[each.place][time]) for each in visit]
-    work = {(phase, name): each for (phase, place), each in trace.work.items() for name in names(place)}
-    saved_bytes = {name: sizes for place, sizes in trace.saved_bytes.items() for name in names(place)}
-    return replace(trace, executions=tuple(executions), work=work, saved_bytes=saved_bytes)
+def _leave_memory(visits: Sequence[Execution]) -> bool:
+    """Return whether memory is still allocated after ``visits``, for example autocast's copies of weights."""
+    ends = [each.end for each in visits]
+    return any((sum(each.activation for each in ends), sum(each.temporary for each in ends)))

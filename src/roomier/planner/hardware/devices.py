@@ -1,5 +1,5 @@
-"""Table of common GPUs, with their memory, their speed, and a typical node. The values come from data sheets and public
-reports and were not measured by roomier.
+"""Table of common GPUs with their memory, their speed, and a typical node. The values come from data sheets and public
+reports, not from measurements by roomier.
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
@@ -14,25 +14,25 @@ SXM, H200, B200, MI325X, RTX 4090 and RTX 5090 were compared with public copies 
 as reported by its driver, pytorch/ao#4002). The other values were entered from memory and were not compared with the
 data sheets. Public copies for B300 disagree with each other.
 
-*Memory* is the total that CUDA reports, which is the maximum for a run. This total is up to 9 % less than the nominal
-memory size, because the driver and error correction reserve some memory. If the totals of different drivers differ, the
-table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total capacity of ...") for
-A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and
-unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
+*Memory* is the total that CUDA reports, because a run cannot use more. It is up to 9 % less than the nominal memory
+size, because the driver and error correction reserve some memory. If the totals of different drivers differ, the table
+contains the smallest. Sources: public out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100
+NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053
+(RTX 6000 Ada). The other totals were entered without a source.
 
 *Share* is the fraction of the peak that matrix products of a model reach. Published values for large products are 0.74
 for A100, 0.76 for V100, 0.63 for A6000, and 0.5 for RTX 3090 Ti (github.com/fanghostt/transformers-benchmarks). The
 other values are assumptions based on these published values, and are lower for cards that reduce their clock to limit
-power (T4, L4) and for AMD. Full steps reach a smaller share: 52 to 58 % of the peak of 64 A100 (torchtitan,
-docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4),
-46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). roomier's forecasts count other operations and collectives
-separately.
+power (T4, L4) and for AMD. Full steps reach a smaller share, because they include other operations and collectives,
+which roomier forecasts separately: 52 to 58 % of the peak on 64 A100 (torchtitan, docs/performance.md of 2024, Llama 3
+8B and 70B), 38 to 43 % on up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), and 46 % on TPU v4 (PaLM, arXiv
+2204.02311, section 4.1).
 
 *Links* are given for one direction. Data sheets list the sum of both directions without overhead, so the table contains
 half of their values, and :meth:`Sheet.machine` multiplies the values of the table by ``LINK_EFFICIENCY``. For example,
 NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12 GB/s for PCIe 3.0 (data sheet: 16)
-(NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table (``hwLat``, protocol Simple):
-3.6 us over NVLink, 5.7 us over PCIe, and 19.8 us over a network.
+(NVIDIA/nccl#864, #986). Latencies are for one step of a ring, from RCCL's table (``hwLat``, protocol Simple): 3.6 us
+over NVLink, 5.7 us over PCIe, and 19.8 us over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards, the table
@@ -89,7 +89,7 @@ class Sheet:
         return self.device.name
 
     def machine(self, devices: int, num_nodes: int) -> Machine:
-        """Return a machine of ``num_nodes`` nodes with ``devices`` devices each."""
+        """Return a machine of ``num_nodes`` nodes, each with ``devices`` devices."""
         return Machine(
             device=self.device,
             devices_per_node=devices,
@@ -218,8 +218,8 @@ def plain_name(text: str) -> str:
 
 
 def sheet_of(name: str) -> Sheet | None:
-    """Return the row for a name, or None if no row has this name. Partial names do not match: ``RTX 3090 Ti`` does not
-    match ``rtx3090``."""
+    """Return the row for a name; None if there is none. Partial names do not match: ``RTX 3090 Ti`` does not match
+    ``rtx3090``."""
     return known_names().get(plain_name(name))
 
 
@@ -232,8 +232,8 @@ def known_names() -> dict[str, Sheet]:
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     """Return the peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
 
-    Returns None if the table does not contain the device, or has no rate for ``precision``. The table contains
-    no CPUs, because the peak rate of a CPU depends on its clock under load.
+    Returns None if the table does not contain the device or has no rate for ``precision``. CPUs are not in the table,
+    because their peak rate depends on the clock under load.
     """
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     dtype = {"16": "fp16", "tf32": "tf32", "32": "fp32"}[precision]

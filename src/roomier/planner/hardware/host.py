@@ -32,20 +32,19 @@ def num_cores() -> int:
 
 
 def load() -> float:
-    """Return the average number of processes that ran or waited for a core in the last minute; 0 if the system does not
-    report this number."""
+    """Return the load average of the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Return the number of threads per process for ``num_ranks`` processes that share the cores. ``OMP_NUM_THREADS``
+    """Return the number of threads per process if ``num_ranks`` processes share the cores. ``OMP_NUM_THREADS``
     overrides this number."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(requested) if requested.isdigit() and int(requested) > 0 else max(1, num_cores() // num_ranks)
 
 
 def total_memory_bytes() -> int:
-    """Return the memory of the host in bytes, or the limit of the container if this limit is smaller."""
+    """Return the memory of the host in bytes, or the limit of the container if it is smaller."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in container_limits())])
 
 

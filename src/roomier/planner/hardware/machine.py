@@ -34,10 +34,10 @@ class Device:
         flops_per_s: rates of matrix products in FLOP/s, with the keys ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``,
             ``"fp16"`` and ``"fp8"``.
         memory_bytes_per_s: bandwidth of the device's memory, reads plus writes.
-        product_efficiency: fraction of ``flops_per_s`` that matrix products of a model reach; 1 for measured rates.
-        operation_s: seconds that the host requires to start one operation.
+        product_efficiency: fraction of ``flops_per_s`` that the matrix products of a model reach; 1 for measured rates.
+        operation_s: time in seconds that the host needs to launch one operation.
         update_bytes_per_s: bytes that a fused AdamW reads and writes per second (4 numbers read and 3 written per
-            parameter); None if this rate was not measured. If None, ``memory_bytes_per_s`` is used instead.
+            parameter). If None, the rate was not measured, and ``memory_bytes_per_s`` is used.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def has_own_memory(self) -> bool:
-        """True if the memory of the device is separate from the memory of the host. Apple's GPUs share it."""
+        """True if the device has its own memory. Apple's GPUs share the memory of the host."""
         return self.kind not in ("cpu", "mps")
 
 
@@ -97,7 +97,7 @@ class Machine:
     def disk_time_s(self, read_bytes: float, written_bytes: float) -> float:
         """Return the time in seconds for simultaneous reads and writes on the disk of a node.
 
-        If ``disk_both`` is None, the function assumes that reads and writes run one after the other.
+        If ``disk_both`` is None, reads and writes are assumed to run one after the other.
         """
         both_bytes = 0.0 if self.disk_both is None else min(read_bytes, written_bytes)
         parts = (

@@ -1,7 +1,7 @@
 """Measurements of this machine in one process: matrix products, memory, copies, operations, and updates.
 
-Each measurement takes about the given number of seconds and returns the second-best result of its repetitions. Other
-programs slow down some repetitions, and a clock change can make a repetition appear too fast.
+Each measurement takes about the given number of seconds and returns the second-best result of its repetitions, because
+other programs slow down some repetitions, and a clock adjustment can make one appear too fast.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_SMALLEST, _LARGEST = 128, 8192  # Number of rows of a matrix.
-_IS_LONG_S = 0.02  # The launch cost of a product that takes at least this many seconds is negligible.
+_SMALLEST, _LARGEST = 128, 8192  # number of rows of a matrix
+_IS_LONG_S = 0.02  # for longer products, the launch overhead is negligible
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
@@ -58,9 +58,9 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
 def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = None) -> float:
     """Return the combined read and write rate of a copy of ``num_bytes``, in bytes per second.
 
-    By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. If a model is trained on a CPU, most of its data is in
-    the caches of the CPU. (A core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB.) On
-    busy cores, other programs would also interrupt a long copy.
+    The default is 128 MiB, or 16 MiB on a CPU, because most of the data of a model that is trained on a CPU fits in its
+    caches (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB), and because other
+    programs interrupt a long copy on busy cores.
     """
     if num_bytes is None:
         num_bytes = 2**24 if device.type == "cpu" else _fitting(2**27, device)
@@ -78,7 +78,7 @@ def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27)
 
 
 def operation_seconds(device: torch.device, seconds: float, num_operations: int = 500) -> float:
-    """Return the time in seconds that the host requires to start one trivial operation with autograd."""
+    """Return the time in seconds that the host needs to launch one trivial operation with autograd."""
     small = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -90,7 +90,7 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Return the rate of an AdamW update in bytes per second. AdamW reads 4 numbers and writes 3 numbers per parameter.
+    """Return the rate of an AdamW update in bytes per second, counting 4 numbers read and 3 written per parameter.
 
     A device without fused optimizers runs separate kernels, so its update rate is lower than its memory bandwidth.
     """
@@ -111,7 +111,7 @@ RATES = {
     "update_bytes_per_s": (update_rate, 1 / 8),
     "host_bytes_per_s": (host_copy_rate, 1 / 8),
 }
-"""Measurements of one rank without communication, by name, with their share of the available time."""
+"""Measurements of one rank without communication, by name, each with its share of the available time."""
 
 
 def _fitting(num_bytes: int, device: torch.device) -> int:
@@ -122,9 +122,9 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second-shortest time of ``run`` in seconds. After a warm-up run, ``run`` is repeated until ``seconds``
-    have passed, but at least three times. If the warm-up run takes longer than ``seconds``, ``run`` is repeated only
-    once, and the shorter time of both runs is returned."""
+    """Return the second-shortest time of ``run`` in seconds. After a warm-up, ``run`` is repeated until ``seconds``
+    have passed, but at least three times. If the warm-up takes longer than ``seconds``, ``run`` is repeated only once,
+    and the shorter time of the two is returned."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:

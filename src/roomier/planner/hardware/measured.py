@@ -1,8 +1,7 @@
-"""Results of measurements of this machine, and functions that store the results in a JSON file in the user's cache
-folder.
+"""Measured rates of this machine, which are stored in a JSON file in the user's cache folder.
 
-The file is replaced atomically, so a reader never reads an incomplete file. If two processes write at the same time,
-the later write can discard the results that the earlier write stored.
+The file is replaced atomically, so it is never incomplete. If two processes write at the same time, one of the results
+can be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from roomier.core.replacing import replacing
 from roomier.core.untrusted import read_json
 from roomier.planner.hardware.host import cpu_model, host_name, threads_of_rank
 
-_VERSION = 1  # of the file
+_VERSION = 1  # format version of the file
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of one rank while all ranks are busy.
+    """Rates of one rank, measured while all ranks are busy.
 
     Attributes:
         circumstances: conditions of the measurement.
         measured_at: time in ISO format, UTC.
-        is_quick: True for a measurement that took about a second in the calling process, without disk and collectives.
+        is_quick: True for a measurement of about a second in the calling process, without disk and collectives.
         flops_per_s: rates of matrix products by dtype, in FLOP/s.
         memory_bytes_per_s: memory bandwidth, reads plus writes.
         operation_s: time to start one operation, in seconds.

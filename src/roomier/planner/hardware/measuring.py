@@ -1,4 +1,4 @@
-"""Measurements of this machine: rates of concurrent processes, collectives between the processes, and the disk."""
+"""Measurements of this machine with concurrent processes: their rates, their collectives, and the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roomier.planner.hardware.measured import Measured, circumstances_of, now
 from roomier.techniques.tiers.buffers import allocate
 from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 
-_PATIENCE_S = 120.0  # time limit for the ranks in seconds; on an idle machine, they need a twentieth of this time
+_PATIENCE_S = 120.0  # time limit for the ranks in seconds, 20 times the duration on an idle machine
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
@@ -36,7 +36,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         num_ranks: number of processes.
         seconds: time for the measurements without communication. Starting the processes and measuring the collectives
             take about 5 additional seconds.
-        folder: folder for the measurement of the disk; None skips this measurement.
+        folder: folder for the measurement of the disk; None skips it.
 
     Raises:
         RoomierError: a rank failed, or the folder is not writable.
@@ -62,15 +62,14 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
     """Measure matrix products, memory, operations and updates in this process, in about a second.
 
-    If several ranks share a CPU, the rates of one rank are computed from the rates of this process. If the ranks have
-    more threads than the machine has cores, each thread is assumed to use a fraction of a core. All ranks share the
-    memory bandwidth.
+    If several ranks share a CPU, the rates of one rank are estimated from the rates of this process: the ranks share
+    the memory bandwidth and, if they have more threads than there are cores, also the cores.
     """
     circumstances = circumstances_of(device, num_ranks)
     num_threads = circumstances.num_threads if device.type == "cpu" else 1
     threads_before = torch.get_num_threads()
     try:
-        # If other programs use some cores, several threads that wait for each other can be slower than one thread.
+        # If other programs use some of the cores, several threads that wait for each other can be slower than one.
         rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
         together = max(1, min(num_cores(), num_ranks * num_threads)) if device.type == "cpu" else 1
         memory = {count: _bytes_rates(device, count) for count in (1, together)}
@@ -80,8 +79,8 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     sharing = num_ranks if device.type == "cpu" else 1
-    # The rate of a rank is estimated in two ways: from its share of the rate with all threads, and from the rate with
-    # one thread. The higher estimate is used, because other programs slow down threads that wait for each other.
+    # The rate of a rank is estimated from its share of the rate with all threads and from the rate with one thread. The
+    # higher estimate is used, because other programs slow down threads that wait for each other.
     alone, all_threads = memory[1], memory[together]
     copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
     return Measured(
@@ -110,7 +109,7 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
     """Return the bandwidth of a collective (bytes that a rank sends per second) and the duration of a small collective
     in seconds; None for one rank.
 
-    The duration of a collective is the time of its slowest rank. The shortest duration of all repetitions is used.
+    The duration of a repetition is the time of its slowest rank, and the fastest repetition is used.
     """
     if len(ranks) == 1:
         return None
@@ -126,7 +125,7 @@ def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scra
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
     # If other programs run at the same time, threads that spin while they wait occupy cores that other threads need. In
-    # a test with other programs, a matrix product took a hundred times as long.
+    # a test, a matrix product took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
@@ -182,9 +181,9 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> dict[str
     """Measure reads and writes of a temporary file in ``folder``. Create the folder if it does not exist.
 
     The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
-    file system does not support direct I/O, written data is flushed to the disk before the clock stops. The data is
-    removed from the page cache before it is read. If the folder is in memory (tmpfs), the measured rates are the rates
-    of memory, as in a run.
+    file system does not support direct I/O, the time of a write includes flushing the data to the disk, and the data is
+    removed from the page cache before it is read. If the folder is in memory (tmpfs), the rates of memory are measured,
+    as in a run.
 
     Args:
         folder: folder for the temporary file.
@@ -216,16 +215,16 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> dict[str
 class _Measurement:
     def __init__(self, scratch: Scratch, most_bytes: int) -> None:
         self._scratch, self._most_bytes = scratch, most_bytes
-        # Positions in the file where the reads and the writes start.
+        # Offsets in the file at which the reads and the writes start.
         self._starts = [scratch.reserve(most_bytes) for _ in range(2)]
-        # The buffers contain random bytes, because drives that compress data would store zeros too fast.
+        # The buffers contain random bytes, because drives with compression would store zeros too fast.
         self._buffers = [allocate(_CHUNK_BYTES, pinned=False).random_(256) for _ in range(2)]
 
     def rates(self, seconds: float) -> dict[str, float]:
         chunk_s = self._seconds(0, _CHUNK_BYTES)
         num_bytes = int(seconds / 8 / chunk_s) * _CHUNK_BYTES
         num_bytes = max(_CHUNK_BYTES, min(num_bytes, self._most_bytes))
-        for start in self._starts:  # the first write to a part of the file also updates the file system
+        for start in self._starts:  # the first write to a region also updates the file system
             self._seconds(0, num_bytes, start)
         return {
             "disk_read": num_bytes / self._seconds(num_bytes, 0),

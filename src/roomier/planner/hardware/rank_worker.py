@@ -1,8 +1,8 @@
 """Process of one rank in a measurement of this machine, started with
 ``python -m roomier.planner.hardware.rank_worker SETTINGS``.
 
-The settings are JSON on the command line, and the result is a JSON file. All ranks take the same measurement at the
-same time, so each rank has the same share of the machine as in a run.
+The settings are a JSON string, and the result is a JSON file. All ranks run the same measurement at the same time, so
+that each rank has the same share of the machine as in a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roomier.core.exchange import Exchange
 from roomier.planner.hardware.measure import DTYPES, RATES, product_rate
 
 _PATIENCE = timedelta(seconds=60)
-_WHOLE_BYTES = 2**24  # bytes in a large collective, similar to a block of a small model
+_WHOLE_BYTES = 2**24  # size of a large collective, similar to a block of a small model
 _SMALL_BYTES = 2**10
 _REPETITIONS = 8
 
@@ -101,7 +101,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # the first repetition is dropped, because it also connects the ranks
+    return seconds[1:]  # the first repetition is discarded, because it includes connecting the ranks
 
 
 def _meet() -> None:

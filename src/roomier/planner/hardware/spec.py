@@ -1,5 +1,5 @@
-"""Conversion of text to a machine. The text is a device with a count, such as ``"a100-40gb:8"``, ``"8xh100"`` or
-``"this:4"``, or the path of a file that describes a machine."""
+"""Conversion of a machine specification to a :class:`Machine`. The specification is a device with a count, such as
+``"a100-40gb:8"``, ``"8xh100"`` or ``"this:4"``, or the path of a file that describes a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -31,11 +31,10 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: case-insensitive name of a GPU: a name in the table (``devices.py``), or the name that CUDA reports. The
-            number of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
-            ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
-            ends in .yaml, .yml or .json refers to a file with the fields of :class:`Machine`; see
-            :func:`machine_of_dict`.
+        spec: case-insensitive name of a GPU, as in the table (``devices.py``) or as reported by CUDA. The number of
+            devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``. ``"this:4"``
+            is the current machine with 4 ranks, and ``"cpu:2"`` its processor with 2 ranks. A path that ends in .yaml,
+            .yml or .json is a file with the fields of :class:`Machine`; see :func:`machine_of_dict`.
         num_nodes: number of nodes; None uses the value in the file, or 1 if ``spec`` is not a file.
 
     Raises:
@@ -81,27 +80,21 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
 
 
 def machine_of_dict(content: Mapping[str, Any]) -> Machine:
-    """Return the machine that plain data describes. This function is the inverse of :func:`machine_as_dict`.
+    """Return the machine described by plain data. This function is the inverse of :func:`machine_as_dict`.
 
-    The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
+    The device is a name in the table, or a mapping with the fields of :class:`Device`. A link is a number (bytes per
     second), or a mapping with ``bytes_per_s`` and ``latency_s``. A size in bytes is a number, or a string such as
-    ``"40GiB"``. If the device is a name in the table, missing fields have the values of the typical node of this
-    device.
+    ``"40GiB"``. If the device is a name in the table, missing fields default to the values of its typical node.
 
     Raises:
         RoomierError: a field is missing, unknown or invalid.
     """
-    given = dict(content)
-    _refuse_unknown("", given, Machine)
-    usual = None
-    if isinstance(given.get("device"), str):
-        usual = machine_of(given["device"])
-        given = {**{field.name: getattr(usual, field.name) for field in fields(Machine)}, **given}
-        given["device"], given["source"] = usual.device, content.get("source", "a file, and data sheets")
-    elif "device" in given:
-        given["device"] = _device(_mapping("device", given["device"]))
-    given.setdefault("source", "a file")
-    return Machine(**{field.name: _field(field, given) for field in fields(Machine)})
+    given = {"source": "a file", **content}
+    if isinstance(content.get("device"), str):
+        usual = machine_of(content["device"])
+        own = {field.name: getattr(usual, field.name) for field in fields(Machine)}
+        given = {**own, "source": "a file, and data sheets", **content, "device": usual.device}
+    return _read(Machine, given)
 
 
 def machine_as_dict(machine: Machine) -> dict[str, Any]:
@@ -123,7 +116,7 @@ def _name_and_count(text: str) -> tuple[str, int]:
 
 
 def _action(name: str) -> str:
-    """Suggest the device whose name or alias is most similar to ``name``."""
+    """Return an action that suggests the device whose name or alias is most similar to ``name``."""
     near = nearest(plain_name(name), known_names(), cutoff=0.7)
     if near is not None:
         return f"Did you mean {known_names()[near].name!r}?"
@@ -131,34 +124,36 @@ def _action(name: str) -> str:
     return f"Use one of: this, cpu, {names}; or pass a YAML file that describes a machine"
 
 
-def _device(given: dict[str, Any]) -> Device:
-    _refuse_unknown("device.", given, Device)
-    made = {field.name: _field(field, given, "device.") for field in fields(Device)}
-    rates = _mapping("device.flops_per_s", made["flops_per_s"])
-    made["flops_per_s"] = {str(dtype): _number(f"device.flops_per_s.{dtype}", rate) for dtype, rate in rates.items()}
-    if "fp32" not in made["flops_per_s"]:
-        raise RoomierError("device.flops_per_s", rates, "must contain 'fp32'", "Add this rate, in FLOP/s")
-    if made["kind"] not in _KINDS and not is_known_to_torch(made["kind"]):
-        raise RoomierError("device.kind", made["kind"], "is not a known kind", did_you_mean(made["kind"], _KINDS))
-    if made["product_efficiency"] > 1:
-        problem = "is a fraction of the peak and must be at most 1"
-        raise RoomierError("device.product_efficiency", made["product_efficiency"], problem, "Set it to at most 1")
-    return Device(**made)
+T = TypeVar("T", Machine, Device, Link)
 
 
-def _field(field: Field[Any], given: Mapping[str, Any], prefix: str = "") -> Any:
-    """Convert one value to the type of its field. The types are strings, because ``machine.py`` postpones the
-    evaluation of annotations."""
+def _read(kind: type[T], given: Mapping[str, Any], prefix: str = "") -> T:
+    """Return an object of ``kind`` with the values in ``given``."""
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise RoomierError(f"{prefix}{name}", given[name], "is not a field of a machine", did_you_mean(name, known))
+    missing = f"Add this field; a machine has the fields {', '.join(known)}"
+    return kind(**{field.name: _field(field, given, prefix, missing) for field in fields(kind)})
+
+
+def _field(field: Field[Any], given: Mapping[str, Any], prefix: str, missing: str) -> Any:
+    """Convert one value to the type of its field. The types are strings, because the annotations in ``machine.py`` are
+    not evaluated."""
     name, kind = f"{prefix}{field.name}", str(field.type)
     if field.name not in given:
         if field.default is not MISSING:
             return field.default
-        raise RoomierError(name, None, "is missing", f"Add this field; a machine has the fields {_names(prefix)}")
+        raise RoomierError(name, None, "is missing", missing)
     value = given[field.name]
     if isinstance(value, (Device, Link)) or (value is None and "None" in kind):
         return value
+    if kind == "Device":
+        return _device(_read(Device, _mapping(name, value), f"{name}."))
     if kind.startswith("Link"):
-        return _link(name, value)
+        return _read(Link, value, f"{name}.") if isinstance(value, Mapping) else Link(_number(name, value))
+    if kind.startswith("Mapping"):
+        return {str(key): _number(f"{name}.{key}", rate) for key, rate in _mapping(name, value).items()}
     if kind == "str":
         return str(value)
     if field.name.endswith("_bytes") and isinstance(value, str):
@@ -168,15 +163,19 @@ def _field(field: Field[Any], given: Mapping[str, Any], prefix: str = "") -> Any
         if number != int(number):
             raise RoomierError(name, value, "must be an integer", "Pass an integer")
         return int(number)
-    may_be_zero = field.name in ("operation_s", "latency_s")
-    return _number(name, value, may_be_zero=may_be_zero) if kind.startswith("float") else value
+    return _number(name, value, may_be_zero=field.name in ("operation_s", "latency_s"))
 
 
-def _link(name: str, value: object) -> Link:
-    if not isinstance(value, Mapping):
-        return Link(_number(name, value))
-    _refuse_unknown(f"{name}.", value, Link)
-    return Link(**{field.name: _field(field, value, f"{name}.") for field in fields(Link)})
+def _device(device: Device) -> Device:
+    if "fp32" not in device.flops_per_s:
+        action = "Add this rate, in FLOP/s"
+        raise RoomierError("device.flops_per_s", device.flops_per_s, "must contain 'fp32'", action)
+    if device.kind not in _KINDS and not is_known_to_torch(device.kind):
+        raise RoomierError("device.kind", device.kind, "is not a known kind", did_you_mean(device.kind, _KINDS))
+    if device.product_efficiency > 1:
+        problem = "is a fraction of the peak and must be at most 1"
+        raise RoomierError("device.product_efficiency", device.product_efficiency, problem, "Set it to at most 1")
+    return device
 
 
 def _number(name: str, value: object, *, may_be_zero: bool = False) -> float:
@@ -193,15 +192,3 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RoomierError(name, value, "must map names to values", "See `roomier hardware --json`")
     return dict(value)
-
-
-def _refuse_unknown(prefix: str, given: Mapping[str, Any], owner: type) -> None:
-    known = [field.name for field in fields(owner)]
-    for name in given:
-        if name not in known:
-            raise RoomierError(f"{prefix}{name}", given[name], "is not a field of a machine", did_you_mean(name, known))
-
-
-def _names(prefix: str) -> str:
-    owner = {"": Machine, "device.": Device}.get(prefix, Link)
-    return ", ".join(field.name for field in fields(owner))

@@ -1,4 +1,5 @@
-"""Description of the current machine, from stored measurements of ``roomier hardware`` or a quick measurement."""
+"""Description of the current machine, based on stored measurements of ``roomier hardware`` or on a quick
+measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from roomier.planner.hardware.measured import Circumstances, Measured, circumsta
 from roomier.planner.hardware.measuring import measure_quickly
 from roomier.techniques.tiers.folder import default_folder
 
-# Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
+# Values that are assumed without a measurement: loopback between processes on one host, and one drive of a typical
 # server.
 _EXCHANGE = Link(2e9, 2e-4)
 _NETWORK = Link(1.25e9, 5e-5)  # assumed to be 10 Gbit/s, because links between machines are never measured
@@ -30,18 +31,16 @@ _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 1e9, 0.5e9, 1e-4
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto", folder: str | None = None) -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    If possible, the rates come from a measurement of this host that ``roomier hardware`` has stored. The processor, the
-    torch version, the number of ranks and the number of threads per rank must be the same as in the measurement.
-    Without a stored measurement, the rates of a GPU in the table come from its data sheet. The rates of other devices
-    come from a quick measurement, which takes about one second and runs once per process. The machine's ``source``
-    states the origin of the rates. On a CPU, the memory of a rank is its share of the host memory that is currently
-    available.
+    The rates come from the first available source, which the machine's ``source`` names: a measurement that
+    ``roomier hardware`` has stored for this host with the same processor, torch version, number of ranks and number of
+    threads per rank; the data sheet, for a GPU in the table; or a quick measurement, which takes about one second and
+    runs once per process. On a CPU, the memory of a rank is its share of the available host memory.
 
     Args:
         devices: ranks per node.
         num_nodes: number of nodes.
         accelerator: name of the accelerator, as in the Trainer.
-        folder: folder for offloading, whose free space is reported. None means the default folder.
+        folder: folder for offloading, whose free space is reported; None means the default folder.
 
     Raises:
         RoomierError: the machine does not have the requested accelerator.
@@ -55,7 +54,7 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
     """Create the machine from measured rates.
 
     Args:
-        measured: measured rates; None selects the data sheet of ``device``, which must be a GPU in the table.
+        measured: measured rates; None uses the data sheet of ``device``, which must be a GPU in the table.
     """
     gpu = _gpu(device, devices, num_nodes)
     if measured is None:
@@ -81,11 +80,11 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 
 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
-    """Return the stored measurement for ``num_ranks``. If there is none, return None for a GPU with a data sheet in the
-    table, and a quick measurement for other devices.
+    """Return the stored measurement for ``num_ranks``. If there is none, return None for a GPU in the table, and a
+    quick measurement for other devices.
 
-    The disk and collective rates of a quick measurement come from another stored measurement of this host, if one
-    exists.
+    The rates of the disk and of collectives in a quick measurement come from another stored measurement of this host,
+    if there is one.
     """
     circumstances = circumstances_of(device, num_ranks)
     kept = measurements.stored()
@@ -136,8 +135,8 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine with the values of the device's data sheet and the actual memory size; None if the table does
-    not contain the device."""
+    """Return the machine with the values of the data sheet and the actual memory size; None if the device is not in the
+    table."""
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None
@@ -151,7 +150,8 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
 
 
 def _memory_bytes(device: torch.device, devices: int) -> int:
-    """Return the memory of one rank: the memory of an accelerator, or its share of the available host memory on a CPU.
+    """Return the memory of one rank: the memory of its accelerator or, on a CPU, its share of the available host
+    memory.
 
     Raises:
         RoomierError: the driver of the accelerator does not report its memory.

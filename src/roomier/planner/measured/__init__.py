@@ -1,1 +1,1 @@
-"""Forecasts compared with measurements: the record of a run, and out-of-memory errors."""
+"""Comparison of forecasts with measurements: the record of a run, and out-of-memory errors."""

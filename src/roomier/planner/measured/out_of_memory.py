@@ -1,10 +1,10 @@
-"""The error after a device runs out of memory: memory by kind, the forecast, and the nearest plan that fits.
+"""Error for a run that ran out of device memory, with the memory by kind, the forecast, and the nearest plan that fits.
 
 [Note: after an out-of-memory error]
-Other ranks continue until they wait for this rank in the next collective, so this code does not communicate. The
-original failure is always reported, because each part of the message is computed separately and is omitted if its
-computation fails. torch's error is both the cause and a base class of the raised error. The tensors of the failed step
-are released before planning, which requires only shapes and no device memory.
+The other ranks wait for this rank in their next collective, so the error must be created without communication. Each
+part of the message is computed separately and omitted if its computation fails, so that the original failure is always
+reported. torch's error is both the cause and a base class of the raised error. The tensors of the failed step are
+released before planning, which requires only shapes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _LESS = 0.9
 
 
 class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's class has the suffix Error
-    """Error for a fit that ran out of device memory. torch's error is the cause and a base class of this error, so
-    existing exception handlers still catch it.
+    """Error for a fit that ran out of device memory. It is a subclass of ``torch.OutOfMemoryError``, so existing
+    exception handlers catch it, and torch's error is its cause.
 
     Attributes:
         plan: the nearest plan that is forecast to fit; None if no such plan was found.
@@ -70,10 +70,10 @@ class FailedRun:
         world: rank of this process, and number of ranks.
         callbacks: callbacks of the run.
         module: module that was trained.
-        choice: result of the planner; None if the user specified the plan.
-        shapes: copy of the model without values, created before the model was built; None if no copy was stored.
-        engine: the engine; None if the model was still being built. ``batch`` and ``step`` are also None in this case.
-        batch: the current micro-batch; None between two steps.
+        choice: result of the planner; None if the plan was given by the user.
+        shapes: copy of the model without values, created before the build; None if no copy was stored. engine: the
+        engine; None if the error occurred during the build, in which case ``batch`` and ``step`` are also None. batch:
+        the current micro-batch; None between two steps.
         step: number of completed optimizer steps.
     """
 
@@ -124,7 +124,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
 
 
 class _Attempts:
-    """Runner of computations that may fail without hiding the original error.
+    """Runs computations that may fail without hiding the original error.
 
     Attributes:
         failures: one line for each failed computation.
@@ -145,8 +145,8 @@ class _Attempts:
 def _release_frames(error: BaseException) -> None:
     """Release the tensors that the frames of ``error`` reference, such as the graph of the failed step."""
     traceback.clear_frames(error.__traceback__)
-    # A cleared frame still references its function. torch calls a module with hooks in a nested function, whose
-    # closure contains the inputs of the module. No later call uses this closure.
+    # A cleared frame still references its function. torch calls a module with hooks in a nested function, whose closure
+    # contains the inputs of the module and is not used afterwards.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for function in gc.get_referents(frame):
             if isinstance(function, FunctionType) and function.__qualname__ == _CALL_WITH_HOOKS:
@@ -166,7 +166,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _held(engine: Engine) -> str:
-    """Return text about the memory of this rank by kind and about its allocator, without communication."""
+    """Return a description of the memory of this rank by kind, and of its allocator, without communication."""
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     num_bytes = look.now().num_bytes
@@ -215,8 +215,8 @@ def _machine(failed: FailedRun) -> Machine:
 
 
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
-    """Return advice that contains Trainer keywords to copy, and the plan that results from these keywords. If no plan
-    fits, return different advice and None."""
+    """Return advice with Trainer keywords that the user can copy, and the resulting plan. If no plan fits, return other
+    advice and None."""
     budget_bytes = budget_of(plan, machine)
     if forecast is not None:
         budget_bytes = min(budget_bytes, int(_LESS * forecast.peak_bytes))

@@ -1,4 +1,4 @@
-"""The forecast of a run and its measured memory, stored as ``forecast.json`` in the run folder."""
+"""Record of the forecast and the measured memory of a run, stored as ``forecast.json`` in the run folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roomier.planner.forecast import Forecast, StepTime, Traffic
 from roomier.planner.hardware.machine import Device, Link, Machine
 from roomier.planner.memory.kinds import Interval, Kind
 from roomier.planner.memory.tracker import MemoryTracker
+from roomier.storage.remote_path import StorageError
 
 FILE_NAME = "forecast.json"
 _FORMAT = 1
 _PLAIN = ("micro_batch", "method", "fixed_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "remark")
-_OF_DEVICE = ("allocator_bytes", "reserved_bytes", "beside_bytes")
 
 
 def moment_text(phase: str, place: str) -> str:
-    """Return a point in time of a step as text, for example ``"backward of blocks.3"``."""
+    """Return a description of a point in a step, for example ``"backward of blocks.3"``."""
     if phase == "rest":
         return "the start of the step"
     return f"{phase} of {place}" if place else phase
@@ -38,29 +38,23 @@ class TrackedRank:
 
     Attributes:
         rank: number of the rank.
-        timeline: intervals of the step. Only the rank with the highest memory use stores all intervals. The other ranks
-            store only the peak.
-        allocator_bytes: peak of the memory that CUDA's allocator had allocated, in bytes; None on other devices.
-        reserved_bytes: peak of the memory that CUDA's allocator had reserved, in bytes.
-        beside_bytes: other memory in use on the device, including the memory of other programs.
+        timeline: intervals of the step. Only the rank with the highest memory use stores all of them, the others only
+            the peak.
+        allocator_bytes: peak of the allocated bytes according to CUDA's caching allocator; None on other devices.
     """
 
     rank: int
     timeline: tuple[Interval, ...]
     allocator_bytes: int | None = None
-    reserved_bytes: int | None = None
-    beside_bytes: int | None = None
 
     @classmethod
     def of(cls, rank: int, tracker: MemoryTracker) -> TrackedRank:
         """Return the step that ``tracker`` recorded."""
-        timeline = tuple(intervals_of(tracker.moments()))
-        allocator = (tracker.allocator_peak_bytes, tracker.reserved_peak_bytes, tracker.beside_bytes)
-        return cls(rank, timeline, *allocator)
+        return cls(rank, tuple(intervals_of(tracker.moments())), tracker.allocator_peak_bytes)
 
     @property
     def peak(self) -> Interval:
-        """Interval with the highest total of tensor bytes."""
+        """Interval with the largest total size of tensors."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
@@ -78,10 +72,9 @@ class ForecastRecord:
         step: number of the tracked step, starting with 1.
         ranks: measurement of each rank.
         budget_bytes: memory that a device may use; None if no budget is set.
-        source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if the forecast was
-            created for a given plan.
+        source: ``"planned"`` if the planner chose the plan of the run, ``"dry run"`` if the plan was given.
         notes: remarks on the measurements.
-        num_parameters: number of parameters in the original model; None if the number was not stored.
+        num_parameters: number of parameters in the original model; None if it was not stored.
     """
 
     forecast: Forecast
@@ -99,24 +92,25 @@ class ForecastRecord:
 
     @property
     def forecast_bytes(self) -> int:
-        """Forecast bytes, which are compared with :attr:`measured_bytes`: the bytes of tensors and, if CUDA's allocator
-        reported the measurement, the workspaces of cuBLAS. The allocator counts no other fixed bytes."""
+        """Forecast peak that is compared with :attr:`measured_bytes`: the size of the tensors and, if the measurement
+        is from CUDA's allocator, the workspaces of cuBLAS. The allocator reports no other memory in addition to
+        tensors."""
         is_allocated = self.worst.allocator_bytes is not None
         return self.forecast.tensor_bytes + (self.forecast.fixed_bytes.get("workspace", 0) if is_allocated else 0)
 
     @property
     def measured_bytes(self) -> int:
-        """Measured peak of the rank that used the most memory."""
+        """Measured peak of the rank that used the most memory, in bytes."""
         return self.worst.peak_bytes
 
     @property
     def error(self) -> float:
-        """Excess of the forecast over the measurement, as a fraction of the measurement."""
+        """Forecast minus measurement, as a fraction of the measurement."""
         return self.forecast_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
 
     @property
     def error_text(self) -> str:
-        """The error as text, such as ``"+0.6 %"``. A value that rounds to 0 is formatted without a sign."""
+        """The error as text, such as ``"+0.6 %"``. An error that rounds to 0 has no sign."""
         rounded = round(self.error, 3)
         return f"{rounded:+.1%}".replace("%", " %") if rounded else "0.0 %"
 
@@ -150,7 +144,7 @@ class ForecastRecord:
                 {
                     "rank": each.rank,
                     "peak_bytes": each.peak_bytes,
-                    **{name: getattr(each, name) for name in _OF_DEVICE},
+                    "allocator_bytes": each.allocator_bytes,
                     "peak_at": {"phase": each.peak.phase, "place": each.peak.place},
                     "bytes_by_kind": _kinds_dict(each.peak.peak),
                     "timeline": _timeline_dict(each.timeline if each is worst else (each.peak,)),
@@ -185,6 +179,8 @@ def read_record(folder: Path) -> ForecastRecord:
         raise RoomierError("run", str(folder), problem, action)
     try:
         return record_from(read_json(path))
+    except StorageError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise RoomierError("run", str(path), f"{problem}, so it is damaged or from another version", action) from error
@@ -194,9 +190,9 @@ def record_from(data: Mapping[str, Any]) -> ForecastRecord:
     """Restore the record from ``data``, the result of :meth:`Record.as_dict`.
 
     Raises:
-        ValueError: the format is different, or a value is invalid.
+        ValueError: the format version is different, or a value is invalid.
         KeyError: a key is missing.
-        TypeError: a value has another type.
+        TypeError: a value has the wrong type.
     """
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']}, not {_FORMAT}")
@@ -210,7 +206,7 @@ def record_from(data: Mapping[str, Any]) -> ForecastRecord:
         **{name: stored[name] for name in _PLAIN if name in stored},
     )
     ranks = tuple(
-        TrackedRank(each["rank"], _timeline_from(each["timeline"]), *map(each.get, _OF_DEVICE))
+        TrackedRank(each["rank"], _timeline_from(each["timeline"]), each.get("allocator_bytes"))
         for each in data["measured"]
     )
     if not (ranks and forecast.timeline and all(each.timeline for each in ranks)):

@@ -13,7 +13,7 @@ from rich.table import Table
 from roomier.core.units import format_bytes, format_count
 from roomier.planner.memory.kinds import Kind
 
-# Rows of the table and the kinds that each row contains.
+# Rows of the table, with the kinds of memory in each row.
 ROWS: dict[str, tuple[Kind, ...]] = {
     "weights": (Kind.PARAMETER,),
     "gradients": (Kind.GRADIENT,),
@@ -38,10 +38,10 @@ class StepPeak:
     Attributes:
         step: number of the step, counted from 1.
         phase: phase of the step at the peak, such as ``"forward"``, ``"backward"`` or ``"update"``.
-        whole: bytes by row, at the moment when the sum of all tensors is largest.
-        states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
+        whole: bytes by row at the moment when the total size of all tensors is largest.
+        states: bytes by row at the moment when the total size of weights, gradients and optimizer states is largest.
         allocator_bytes: maximum number of bytes that the device's allocator allocated; None if the allocator does not
-            report it.
+        report it.
     """
 
     step: int
@@ -67,8 +67,8 @@ class RankAnatomy:
 
     Attributes:
         rank: number of the rank.
-        now: current bytes of weights, gradients and optimizer states. Memory of other tensors is measured only in a
-            tracked step.
+        now: current bytes of weights, gradients and optimizer states. Other tensors are measured only in a tracked
+            step.
         rule: predicted bytes by row at the peak of the model states; None if the sizes of the optimizer states are
             unknown.
         peak: peak of a tracked step; None if no step was tracked.
@@ -95,14 +95,14 @@ class RankAnatomy:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Memory of all ranks of a run. The values are identical on every rank. ``print`` shows the memory as a table.
+    """Memory of all ranks of a run, which is identical on every rank. ``print`` displays it as a table.
 
     Attributes:
         strategy: strategy and precision of the run.
         num_parameters: number of parameters of the unsharded model, including frozen parameters.
         num_trained: number of parameters that receive gradients.
         ranks: memory of each rank, in order of the ranks.
-        notes: explanations of the values.
+        notes: remarks on the values.
     """
 
     strategy: str
@@ -124,8 +124,8 @@ class Anatomy:
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
 
     def rule_per_parameter(self) -> dict[str, float] | None:
-        """Return the predicted bytes per parameter by row. For example, with AdamW in fp32 on one rank, a parameter
-        requires 4 bytes for its weight, 4 for its gradient and 8 for its optimizer states."""
+        """Return the predicted bytes per parameter by row, for example 4 for the weight, 4 for the gradient and 8 for
+        the optimizer states with AdamW in fp32 on one rank."""
         rule = self.worst.rule
         return None if rule is None else {row: rule[row] / self.num_parameters for row in STATE_ROWS}
 

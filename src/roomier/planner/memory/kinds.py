@@ -93,3 +93,9 @@ class Interval:
         """Return this interval with additional bytes at its start, at its peak and at its end."""
         moments = map(added, self.moments, (begin, peak, end))
         return Interval(self.phase, self.place, *moments)
+
+    def grown(self, more: Interval, less: Interval, times: int) -> Interval:
+        """Return this interval plus ``times`` times the difference between ``more`` and ``less``."""
+        changes = (added(one, other, -1) for one, other in zip(more.moments, less.moments, strict=True))
+        moments = (added(own, change, times) for own, change in zip(self.moments, changes, strict=True))
+        return Interval(self.phase, self.place, *moments)

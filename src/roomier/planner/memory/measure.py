@@ -1,4 +1,4 @@
-"""Measures the memory of a Trainer's run by kind."""
+"""Measurement of the memory of a Trainer's run by kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
         action = "Call anatomy() in a hook of a callback, or after trainer.fit(model, data)"
         raise RoomierError("anatomy", trainer, "has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
-    engine.settle()  # also frees parameters that an evaluation has unsharded
+    engine.settle()  # reshards parameters that an evaluation has unsharded
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)

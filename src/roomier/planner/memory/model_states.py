@@ -1,4 +1,4 @@
-"""Predicts the sizes of model states during a step from the strategy and the shapes of the weights.
+"""Prediction of the sizes of model states during a step from the strategy and the shapes of the weights.
 
 [Note: bytes per parameter and rank]
 A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
@@ -13,14 +13,13 @@ bytes (2 for the weights of matrix products under autocast, otherwise ``w``). Ad
     zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update. Between steps, no gradients exist, except in the buckets of DDP or if a hook reads
-them later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
+Gradients are freed after the update, so none exist between steps, except in the buckets of DDP or if a hook reads them
+later. A frozen weight has only the parameter and its unsharded copy. A quantized weight is a buffer.
 
 The peak is smaller than the sum of a row of the table, because a backward pass frees the unsharded parameters unit by
-unit while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a
-tensor is sharded into chunks with equal numbers of rows, as in ``torch.chunk``. If the size of dimension 0 is not
-divisible by ``N``, unsharded parameters and communication buffers are padded to full chunks, and the last ranks have
-fewer rows.
+unit while gradients are allocated. It is therefore computed by simulating the units of a step. Tensors are sharded
+along dimension 0 as in ``torch.chunk``. If its size is not divisible by ``N``, the last ranks have fewer rows, and
+unsharded parameters and communication buffers are padded to full chunks.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ from roomier.planner.memory.walk import (
 from roomier.planner.memory.weights import Unit, Weight
 
 StateBytes = Callable[[Weight, tuple[int, ...]], int]
-"""Function that returns the size of a weight's optimizer states in bytes, given the shape of the shard that this rank
-updates."""
+"""Function that returns the size of a weight's optimizer states in bytes, given the shape of the shard on this rank."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +126,10 @@ def _unsharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int])
 
     gradients = sum(gradient_bytes(unit.weights) for unit in units)
     is_ddp = layout.strategy == "ddp"
-    buckets = gradients if is_ddp else 0  # DDP keeps its buckets between steps
+    buckets = gradients if is_ddp else 0  # DDP retains its buckets between steps
     if layout.steps_in_backward:
-        # All parameters of a block, including its norms, are updated together. Parameters outside the blocks are
-        # updated one by one.
+        # The parameters of a block, including its norms, are updated together, parameters outside the blocks one by
+        # one.
         groups: list[list[Weight]] = []
         for unit in units:
             if unit.is_inner:

@@ -1,4 +1,4 @@
-"""Predicts the sizes of the model states under a Plan, before or after the engine is built."""
+"""Prediction of the sizes of the model states under a Plan, before or after the engine is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
     Args:
         plan: Plan with the name of an optimizer.
         device: device of the run; None means the CPU.
-        rank: rank whose memory is predicted. Rank 0 requires at least as much memory as any other rank.
+        rank: rank whose memory is predicted. No rank requires more memory than rank 0.
 
     Raises:
         PlanError: the plan does not name an optimizer.
@@ -68,8 +68,8 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or averages_itself(plan.optimizer.name):
-        # The model is not wrapped on a single rank. If the optimizer averages over the ranks, the
-        # model is not wrapped either, because the gradients differ between ranks.
+        # DDP does not wrap the model on a single rank, or if the optimizer averages over the ranks, because the
+        # gradients then differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_speculative = plan.offload.optimizer_states != "none" and update_mode(plan) == "speculative"
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks

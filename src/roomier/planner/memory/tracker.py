@@ -1,20 +1,19 @@
-"""Measures the memory of a rank during a step, in bytes by kind.
+"""Measurement of the memory of a rank during a step, in bytes by kind.
 
 [Note: how bytes are counted]
-An active :class:`MemoryTracker` receives each operation that torch dispatches on this rank, including the operations of
-backward and of optimizers. Each storage of an argument or a result is counted once, regardless of the number of tensors
-that share it. A result is counted from the operation that returns it. An argument that was not recorded before is
-counted from the start, because the argument already existed. A storage is counted until Python destroys it. Sizes are
-read before each operation, because ``fully_shard`` frees and allocates storages by resizing. On a CPU, the memory of a
-tier is counted from the start, and storages in this memory are not counted again.
+An active :class:`MemoryTracker` receives each operation that torch dispatches on this rank, including those of the
+backward pass and of optimizers. It counts each storage once, regardless of the number of tensors that share it, until
+Python destroys the storage. The storage of a result is counted from the operation that returns it, and the storage of
+an argument that was not recorded before is counted from the start, because it already existed. Sizes are read before
+each operation, because ``fully_shard`` frees and allocates storages by resizing. On a CPU, the memory of a tier is
+counted from the start, so storages inside it are not counted separately.
 
-The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
-becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the
-end.
+The tracker records a timeline of sizes. The kind of a storage is often known only later, for example when a result
+becomes a gradient, so kinds are assigned to storages, and sums by kind are computed at the end.
 
 The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
-library, or the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
-the peak of the allocator.
+library, or rounding by the allocator. If the allocator of the device reports its statistics, the tracker also records
+its peak.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from roomier.techniques.tiers.buffers import memory_of_a_tier
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of communication operations
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
-# Kinds of a storage in increasing priority. A later kind in this list replaces an earlier kind.
+# Kinds of a storage in increasing priority. A later kind replaces an earlier one.
 _BY_STRENGTH = (
     *(Kind.TEMPORARY, Kind.ACTIVATION, Kind.COMMUNICATION, Kind.GRADIENT),
     *(Kind.OPTIMIZER_STATE, Kind.GATHERED, Kind.PARAMETER),
@@ -86,7 +85,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Context manager that measures, by kind, the sizes of the tensors that exist while it is active. See
+    """Context manager that measures the sizes of all tensors by kind while it is active. See
     [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
@@ -95,7 +94,7 @@ class MemoryTracker:
         module: module whose parameters, gradients and buffers are distinguished from other tensors.
         optimizers: optimizers of the module's parameters.
         device: device whose storages are counted.
-        kept: function that returns tensors outside the module that live as long as the module, such as averages of its
+        kept: function that returns tensors outside the module that exist as long as the module, such as averages of its
             weights.
 
     Attributes:
@@ -105,8 +104,6 @@ class MemoryTracker:
             allocator does not report it.
         reserved_peak_bytes: maximum number of bytes that the allocator reserved since :meth:`restart`; None if the
             allocator does not report it.
-        beside_bytes: device memory that is used outside the allocator: contexts, kernels, buffers for collectives, and
-            memory of other programs; None if the driver does not report it.
 
     Example:
         >>> with MemoryTracker(module, [optimizer], torch.device("cpu")) as tracker:
@@ -136,7 +133,7 @@ class MemoryTracker:
         self._has_statistics = capabilities_of(device).has_memory_statistics
         self._is_sharded = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
-        self._frees_gradients = False  # hooks free gradients during backward
+        self._frees_gradients = False  # hooks free gradients during the backward pass
         self._storages: dict[int, _Storage] = {}
         self._resizing: dict[int, _Storage] = {}
         self._gathered: dict[int, nn.Parameter] = {}
@@ -144,7 +141,6 @@ class MemoryTracker:
         self._changes: list[_Change] = []
         self.allocator_peak_bytes: int | None = None
         self.reserved_peak_bytes: int | None = None
-        self.beside_bytes: int | None = None
 
     def __enter__(self) -> MemoryTracker:
         self.resume()
@@ -164,8 +160,7 @@ class MemoryTracker:
         self._interception.__enter__()
 
     def pause(self) -> None:
-        """Stop recording until :meth:`resume`. While recording is paused, only deallocations of known storages are
-        recorded."""
+        """Pause recording until :meth:`resume`. Meanwhile, only deallocations of known storages are recorded."""
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
@@ -174,13 +169,13 @@ class MemoryTracker:
 
     def close(self) -> None:
         """Stop recording permanently."""
-        self._storages.clear()  # prevents the recording of later deallocations
+        self._storages.clear()  # later deallocations are not recorded
 
     def restart(self) -> None:
         """Discard the timeline and start with the storages that exist now.
 
-        Run one step before this call, so that the kind of each storage is known, including storages that are empty
-        now.
+        Run one step before this call, so that the kind of each storage is known, including storages that are currently
+        empty.
         """
         self._note_sizes()
         alive = list(self._storages.values())
@@ -251,14 +246,10 @@ class MemoryTracker:
         device = self._device
         self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)
         self.reserved_peak_bytes = max(memory.peak_reserved_bytes(device), self.reserved_peak_bytes or 0)
-        info = memory.free_and_total_bytes(device)
-        if info is not None:
-            free_bytes, total_bytes_of_device = info
-            self.beside_bytes = max(total_bytes_of_device - free_bytes - memory.reserved_bytes(device), 0)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # operations on the local tensor of a DTensor are dispatched separately
+            return NotImplemented  # operations on the local tensors of a DTensor are dispatched separately
         self._note_sizes()
         if self._is_sharded:
             self._note_gathered()
@@ -337,12 +328,12 @@ class MemoryTracker:
         for each, name in found:
             parameter = getattr(each, name)
             if id(parameter) not in self._gathered:
-                self._gathered[id(parameter)] = parameter  # this reference prevents a reuse of the id
+                self._gathered[id(parameter)] = parameter  # this reference prevents the id from being reused
                 self._record(parameter, Kind.GATHERED)
         if found:
             self._not_gathered = [each for each in self._not_gathered if each not in found]
         if not torch_private.is_in_backward():
-            return  # gradients are created in backward
+            return  # gradients are created in the backward pass
         for parameter in self._gathered.values():
             if parameter.grad is not None:
                 self._record(parameter.grad, Kind.GRADIENT)
@@ -365,7 +356,7 @@ class MemoryTracker:
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
-        # Optimizers that step in backward free the gradients before the backward pass ends.
+        # Optimizers that step in the backward pass free the gradients before it ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
                 self._record(parameter.grad, Kind.GRADIENT)
@@ -385,7 +376,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
     enter the phase ``"update"``, but must then enter ``"forward"`` before the next step.
 
     Args:
-        kept: tensors outside the module that live as long as the module.
+        kept: tensors outside the module that exist as long as the module.
     """
     tracker = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: kept)
     hooks = engine.hooks
@@ -401,7 +392,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
 
 
 def _address_of(storage: torch.UntypedStorage) -> int:
-    """Return the address of ``storage``, or 0 if it has no memory yet, because its tensor waits for a collective."""
+    """Return the address of ``storage``; 0 if it has no memory yet, because its tensor waits for a collective."""
     try:
         return storage.data_ptr()
     except RuntimeError:
@@ -410,7 +401,7 @@ def _address_of(storage: torch.UntypedStorage) -> int:
 
 @cache
 def _meaning_of(func: Any) -> tuple[Kind, bool]:
-    """Return the kind of an operation's arguments, and whether the operation packs gradients."""
+    """Return the kind of memory of an operation's arguments, and whether the operation packs gradients."""
     kind = Kind.COMMUNICATION if func.namespace in _COMMUNICATION else Kind.TEMPORARY
     return kind, func.name().startswith(_PACKS_GRADIENTS)
 

@@ -1,18 +1,17 @@
-"""Simulates the units of a model during a step and records the sizes of the model states.
+"""Simulation of the units of a model during a step, which records the sizes of the model states.
 
 [Note: when ``fully_shard`` allocates]
 A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next
 unit is filled during the computation, because ``techniques/parallel/shard.py`` sets explicit prefetching. On other
-backends, the buffer of a unit in the forward pass exists until the next unit is copied from a separate buffer (torch
-2.13, ``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next buffer.
+backends, the buffer of a unit in the forward pass exists until the next unit has been copied from its own buffer (torch
+2.13, ``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next unit.
 
 After the backward pass of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed.
-On gloo, the shards of the other ranks are received into the result and into separate buffers. All buffers are freed
-when the reduction is complete. A reduction that may stay pending is completed before the next reduction, or at the end
-of backward. With sequential communication, no reduction stays pending, and no unit is prefetched. On other backends,
-the single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its gradient. The
-inputs of the root and of embeddings have no gradient, so the gradients of these units are reduced at the end of the
-backward pass of the model.
+The reduced shard of this rank is its gradient. On gloo, the shards of the other ranks are received into the result and
+into separate buffers, which are freed when the reduction is complete: before the next reduction or, for the last one,
+at the end of the backward pass. With sequential communication, each reduction is completed immediately, and no unit is
+prefetched. On other backends, the single buffer exists until the next unit requires one. The inputs of the root and of
+embeddings have no gradient, so the gradients of these units are reduced at the end of the backward pass of the model.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Layout:
         wire_dtype: dtype in which gradients are sent; None selects the dtype of the computation or of the reduction.
         on_gloo: True if the ranks use the gloo backend, which exchanges shards point to point.
         is_sequential: True if transfers complete before the computation continues.
-        steps_in_backward: True if gradients are used and freed during backward.
-        reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
-        num_backwards: number of backward passes per micro-batch. If it is 2, the first pass computes the gradient norm.
-        holds_all_batches: True if all batches of a step are on the device, as on the CPU. On other devices, batches are
-            moved to the device one by one.
+        steps_in_backward: True if gradients are used and freed during the backward pass.
+        reads_in_backward: True if gradients are read during the backward pass but not freed, as in a speculative
+        update. num_backwards: number of backward passes per micro-batch. If 2, the first pass computes the gradient
+        norm. holds_all_batches: True if all micro-batches of a step are on the device, as on a CPU. Other devices
+        receive one micro-batch at a time.
     """
 
     strategy: str
@@ -89,8 +88,8 @@ class UnitBytes:
         stored: this rank's padded shard between steps.
         gathered: the padded unsharded unit, in the dtype of the computation.
         cast: this rank's shard in the dtype of the computation, if this dtype differs from the stored dtype.
-        gradient: gradients of the unsharded weights, as backward computes them.
-        kept_gradient: gradients of unsharded scalars, which exist from a backward pass until the update.
+        gradient: gradients of the unsharded weights, as computed in the backward pass.
+        kept_gradient: gradients of scalars, which are not sharded; they exist from a backward pass until the update.
         summed: gradients of the unsharded weights in the dtype of the reduction.
         last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` retains the gradient of
             this weight until the reduction ends.
@@ -143,7 +142,7 @@ def _unit_bytes(
     own = num_sent // layout.num_shards
     result_dtype = sum_dtype if layout.on_gloo else wire_dtype
     is_direct = layout.on_gloo and layout.num_shards > 1 and wire_dtype == result_dtype
-    # A reduction must complete if its result is reduced over replicas, or if an update in backward uses it.
+    # A reduction must complete if its result is reduced over replicas, or used by an update in the backward pass.
     is_used = layout.steps_in_backward or layout.reads_in_backward
     may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not is_used and not layout.is_sequential
     return UnitBytes(
@@ -256,16 +255,17 @@ class Walk:
         return [unit + 1] if self.layout.on_gloo and unit + 1 < len(self.units) else []
 
     def end_forward(self, unit: int) -> None:
-        """End the forward pass of ``unit``."""
+        """Simulate the end of the forward pass of ``unit``."""
         if self.layout.frees_parameters and not self.units[unit].is_root:
             self._free(unit)
 
     def end_forward_of_all(self) -> None:
-        """End the forward pass of the model."""
+        """Simulate the end of the forward pass of the model."""
         self._free_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
-        """Simulate the computation of the gradients of ``unit``. ``is_first`` marks the first micro-batch of a step."""
+        """Simulate the computation of the gradients of ``unit``. ``is_first`` is True for the first micro-batch of a
+        step."""
         self.take_over_gradients(unit, is_first=is_first)
         self.note()
 
@@ -277,12 +277,13 @@ class Walk:
         self.now[_GRADIENT] += self.sizes[unit].kept_gradient if is_first else 0
 
     def adds_in_place(self, unit: int) -> bool:
-        """Return True if later micro-batches of a step add to the unsharded gradients in place."""
+        """Return whether later micro-batches of a step add to the unsharded gradients in place."""
         each = self.units[unit]
         return self.layout.accumulates_unsharded and each.sum_dtype == each.gathered_dtype
 
     def end_backward(self, unit: int, *, is_first: bool, is_last: bool) -> None:
-        """End the backward pass of ``unit``. The flags mark the first and the last micro-batch of a step."""
+        """Simulate the end of the backward pass of ``unit``. The flags are True for the first and the last micro-batch
+        of a step."""
         size, layout = self.sizes[unit], self.layout
         is_summed = self.units[unit].sum_dtype == self.units[unit].gathered_dtype
         if layout.accumulates_unsharded and not is_last:
@@ -300,7 +301,7 @@ class Walk:
             self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_unsharded)
 
     def end_backward_of_all(self) -> None:
-        """End the backward pass of the model."""
+        """Simulate the end of the backward pass of the model."""
         self._free_sent()
         if self.layout.steps_in_backward:
             self.now[_GRADIENT] -= sum(each.kept_gradient for each in self.sizes)
@@ -324,8 +325,7 @@ class Walk:
 
     def _reduce(self, unit: int, whole_bytes: int, *, is_new: bool) -> None:
         layout, size = self.layout, self.sizes[unit]
-        # If the result of a reduction is added to gradients of an earlier micro-batch, this reduction must complete
-        # before the addition.
+        # A reduction must complete before its result is added to the gradients of an earlier micro-batch.
         comes_late = size.comes_late and is_new
         self._free_sent()
         self.now[_SENT] += size.sent
@@ -349,7 +349,7 @@ class Walk:
             self.note()
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
-        # Tensors of the reduction over replicas are retained until the backward pass ends.
+        # Tensors of the reduction over replicas exist until the backward pass ends.
         if layout.strategy == "hsdp" and size.output:
             self._summed_bytes += size.output
         else:
@@ -372,7 +372,7 @@ class Walk:
 
 
 def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
-    """Return the indices of the units that a backward pass all-gathers, in the order of the all-gathers.
+    """Return the indices of the units that a backward pass all-gathers, in execution order.
 
     This order is the reverse of the forward order, except that a block comes before its norms.
     """

@@ -22,7 +22,7 @@ class Weight:
     """Parameter without its values.
 
     Attributes:
-        name: qualified name, which is not compared, so that the parameters of equal blocks are equal.
+        name: qualified name. It is not compared, so that the parameters of equal blocks are equal.
         shape: unsharded shape.
         dtype: dtype in which the optimizer updates the parameter.
         is_trained: True if the parameter requires gradients.
@@ -44,11 +44,10 @@ class Unit:
         gathered_dtype: dtype of the computation and of the gradients.
         sum_dtype: dtype in which gradients are reduced.
         is_root: True for the unit that contains the weights outside all other units.
-        ends_late: True if the inputs of the unit have no gradient, so that its backward pass ends with the backward
-            pass of the model.
-        is_looked_up: True for an embedding, which is not all-gathered for backward.
-        is_inner: True for the norms and embeddings of a block. The preceding unit contains the other weights of the
-            block.
+        ends_late: True if the inputs of the unit have no gradient, so that its backward pass ends only at the end of
+            the model's backward pass.
+        is_looked_up: True for an embedding, whose weights the backward pass does not need and does not all-gather.
+        is_inner: True for the norms and embeddings of a block, whose other weights are in the preceding unit.
     """
 
     name: str
@@ -102,7 +101,7 @@ def units_with_weights(
             )
         if len(parts) == 1:
             parts = [replace(parts[0], is_inner=False)]
-        units += reversed(parts)  # the forward pass enters a block before its norms
+        units += reversed(parts)  # the forward pass of a block starts before its norms
     if rest:
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
@@ -110,7 +109,7 @@ def units_with_weights(
 
 
 def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) -> int:
-    """Return the total size of the buffers in bytes, including quantized frozen weights. Every rank holds all buffers.
+    """Return the total size of the buffers in bytes, including quantized frozen weights. Every rank stores all buffers.
 
     Args:
         weight_dtype: dtype to which floating-point buffers will be converted; None preserves the dtype of each buffer.
@@ -126,7 +125,7 @@ def with_adapters(
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
     """Return a copy of ``network`` with the adapters of ``plan`` and without parameter values, and its blocks.
 
-    If ``network`` already has adapters or the plan has no adapters, return ``network`` and ``blocks`` unchanged.
+    If ``network`` already has adapters, or the plan has none, return ``network`` and ``blocks`` unchanged.
     """
     if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
         return network, blocks

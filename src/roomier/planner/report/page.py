@@ -1,7 +1,8 @@
-"""HTML page of the planner's result: one self-contained file that uses no network access and no scripts, and is
+"""HTML page of the planner's result and of runs: a self-contained file without scripts or network access, which is
 readable on a phone.
 
-The text is in ``page.html``, a template of Jinja, and the style in ``page.css``. This file computes the geometry.
+``page.html`` and ``curves.html`` are Jinja templates of the text, and ``page.css`` contains the style. This module and
+``curves.py`` compute the geometry.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from roomier.core.units import format_bytes
+from roomier.core.units import format_bytes, format_seconds
 from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import ForecastRecord, moment_text
 from roomier.planner.memory.kinds import NAMES, Interval, Kind
+from roomier.planner.report.curves import comparison, value_text
+from roomier.planner.report.run_log import RunLog, differences
 from roomier.planner.report.what_if import Grid
 
 # Paul Tol's "bright" scheme, which is distinguishable with any kind of color vision: https://personal.sron.nl/~pault/
-# (issue 3.2, figure 1), with gray darkened for a light background. Fixed bytes are hatched in the color of the text.
+# (issue 3.2, figure 1), with gray darkened for a light background. Memory in addition to tensors has a hatch pattern in
+# the color of the text.
 COLOURS = {
     Kind.PARAMETER: "#4477aa",
     Kind.OPTIMIZER_STATE: "#228833",
@@ -35,14 +39,14 @@ COLOURS = {
     Kind.COMMUNICATION: "#aa3377",
     Kind.TEMPORARY: "#a8a8a8",
 }
-"""Colors by kind, in stacking order. Kinds of memory that exist during the full step are at the bottom."""
+"""Colors by kind, in stacking order, starting with the kinds of memory that exist during the full step."""
 
-_FIXED = "url(#roomier-fixed)"  # fill of fixed bytes
+_FIXED = "url(#roomier-fixed)"  # fill for memory in addition to tensors
 _SIDE = 1000  # width and height of a drawing, which is stretched to the available space
-_NUM_INTERVALS = 300  # largest number of intervals that are drawn separately
+_NUM_INTERVALS = 300  # maximum number of intervals that are drawn separately
 _NUM_PLANS, _NUM_REASONS = 14, 8  # maximum numbers of rows in the table of plans
-_MOST_OF_BUDGET = 2.5  # length relative to the budget above which bars are truncated
-_NARROW_PHASE = 0.09  # share of the width below which a phase has no room for its name
+_MOST_OF_BUDGET = 2.5  # multiple of the budget at which bars are truncated
+_NARROW_PHASE = 0.09  # fraction of the width below which the name of a phase is omitted
 
 
 def page_of(
@@ -57,8 +61,8 @@ def page_of(
 
     Args:
         choice: result of the planner.
-        what_if: peaks for other batch sizes and sequence lengths; None omits the table of these peaks.
-        record: measured run of the chosen plan, whose values are overlaid on the forecast.
+        what_if: peaks for other batch sizes and sequence lengths; None omits their table.
+        record: measured run of the chosen plan, which is overlaid on the forecast.
         title: title of the page; the default is the chosen plan.
         subject: subtitle, such as the model; the default is the machine.
     """
@@ -85,13 +89,20 @@ def page_of(
     )
 
 
-def page_of_record(record: ForecastRecord, facts: Mapping[str, str] | None = None, *, subject: str = "") -> str:
+def page_of_record(
+    record: ForecastRecord,
+    facts: Mapping[str, str] | None = None,
+    *,
+    subject: str = "",
+    logs: Sequence[RunLog] = (),
+) -> str:
     """Return the HTML page that compares a run with its forecast.
 
     Args:
         record: forecast and measurements of the run.
         facts: additional facts about the run, by name.
         subject: subtitle, such as the model; the default is the machine.
+        logs: the log of the run, whose metrics are plotted.
     """
     forecast = record.forecast
     name = words_of(forecast.plan, forecast.micro_batch)
@@ -105,7 +116,14 @@ def page_of_record(record: ForecastRecord, facts: Mapping[str, str] | None = Non
         record=record,
         machine=forecast.machine,
         more=more,
+        logs=logs,
     )
+
+
+def page_of_runs(logs: Sequence[RunLog]) -> str:
+    """Return the HTML page that compares the metrics, throughput, memory and different settings of runs."""
+    heading = logs[0].name if len(logs) == 1 else f"{len(logs)} runs"
+    return _render(title=f"roomier report: {heading}", heading_text=heading, subject="", logs=logs)
 
 
 def fragment_of(shown: Choice | Forecast) -> str:
@@ -127,7 +145,7 @@ def show_in_notebook() -> None:
 def joined(timeline: Sequence[Interval], limit: int = _NUM_INTERVALS) -> list[Interval]:
     """Merge neighboring intervals of ``timeline`` until about ``limit`` intervals remain.
 
-    Only intervals of the same phase are merged. A merged interval has the highest peak of its parts.
+    Only intervals of the same phase are merged. The peak of a merged interval is the highest peak of its parts.
     """
     size = max(-(-len(timeline) // limit), 1)
     found = []
@@ -165,12 +183,14 @@ def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
 def _render(**values: Any) -> str:
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    functions = (moment_text, words_of)
+    functions = (format_seconds, moment_text, value_text, words_of)
     environment.globals |= {each.__name__: each for each in functions} | {
         "COLOURS": COLOURS,
         "FIXED": _FIXED,
         "NAMES": NAMES,
         "chart_of": _chart,
+        "comparison_of": comparison,
+        "differences_of": differences,
         "ladder_of": _ladder,
         "plans_of": _plans,
         "largest_kinds": lambda forecast: [
@@ -180,7 +200,7 @@ def _render(**values: Any) -> str:
         "seconds": _seconds_text,
         "size": lambda num_bytes, num_digits=1: format_bytes(num_bytes, num_digits).replace(" ", "\u00a0"),
     }
-    defaults = dict.fromkeys(("choice", "record", "grid", "is_fragment"))
+    defaults = dict.fromkeys(("choice", "record", "grid", "is_fragment", "logs", "machine"))
     return environment.get_template("page.html").render({**defaults, "version": version("roomier"), **values})
 
 
@@ -188,7 +208,7 @@ def _render(**values: Any) -> str:
 
 
 def _chart(forecast: Forecast, record: ForecastRecord | None, budget_bytes: int | None) -> dict[str, Any]:
-    """Return the values of the macro ``chart``. Positions are percentages of the side of the drawing."""
+    """Return the arguments of the macro ``chart``. Positions are percentages of the width or height of the drawing."""
     fixed_bytes = 0 if record is not None else sum(forecast.fixed_bytes.values())
     drawn = joined(forecast.timeline)
     measured = [] if record is None else joined(record.worst.timeline)
@@ -231,7 +251,8 @@ def _chart(forecast: Forecast, record: ForecastRecord | None, budget_bytes: int 
 
 
 def _moments(timeline: Sequence[Interval]) -> tuple[list[float], list[Mapping[Kind, int]]]:
-    """Return the positions, as fractions of the width, and the bytes by kind of three moments of each interval."""
+    """Return the start, peak and end of each interval, each as its position (a fraction of the width) and its bytes by
+    kind."""
     halves = [(index + offset) / len(timeline) for index in range(len(timeline)) for offset in (0.0, 0.5, 1.0)]
     return halves, [held for each in timeline for held in (each.begin, each.peak, each.end)]
 
@@ -269,7 +290,7 @@ def _hint(each: Interval, fixed_bytes: int) -> str:
 
 
 def _ladder(choice: Choice) -> dict[str, Any]:
-    """Return the values of the macro ``ladder``; empty if no plan has a forecast."""
+    """Return the arguments of the macro ``ladder``; empty if no plan has a forecast."""
     best: dict[str, tuple[Considered, Forecast]] = {}
     for each in choice.considered:
         if each.forecast is not None:
@@ -312,8 +333,8 @@ def _segments(forecast: Forecast, top_bytes: float) -> Iterator[tuple[str, str, 
 
 
 def _plans(choice: Choice) -> dict[str, Any]:
-    """Return the values of the macro ``plans``. Rejected plans are grouped by reason, with the strategies for each
-    reason, or with the plan if the reason applies to only one plan."""
+    """Return the arguments of the macro ``plans``. Rejected plans are grouped by reason. Each group lists its
+    strategies, or its plan if there is only one."""
     fitting = [each for each in choice.considered if each.forecast is not None and each.fits]
     others = [each for each in choice.considered if each.forecast is not None and not each.fits]
     shown = fitting[: max(_NUM_PLANS // 2, _NUM_PLANS - len(others))]

@@ -1,4 +1,4 @@
-"""Tables of the planner's result for a terminal or a notebook, created with rich."""
+"""Tables of the planner's result for terminals and notebooks, created with rich."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ _MAX_REFUSED = 6
 _LABELS = (Label.APPROXIMATE, Label.NEAR, Label.EXACT)
 
 STATES = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
-"""Model states, which exist during the full step."""
+"""Kinds of the model states, which exist during the full step."""
 ACTIVATIONS = (Kind.ACTIVATION,)
-"""Tensors saved for backward."""
+"""Kinds of the tensors that are saved for backward."""
 
 
 def choice_table(
     choice: Choice, *, tokens_per_sample: int | None = None, max_plans: int = _MAX_PLANS
 ) -> RenderableType:
-    """Return a table of the chosen plan and the best alternatives. The table also lists the rejected plans with their
-    reasons.
+    """Return a table of the chosen plan, the best alternatives, and the rejected plans with their reasons.
 
     Args:
         choice: result of the planner.
-        tokens_per_sample: number of tokens per sample, which is used to show the throughput in tokens/s. None shows
-            samples/s.
+        tokens_per_sample: number of tokens per sample, to display the throughput in tokens/s; None displays samples/s.
         max_plans: maximum number of plans with a forecast to show. The best plan of each strategy is always shown.
     """
     shown = _best_of_all(choice.considered, max_plans)
@@ -102,14 +100,24 @@ def what_if_table(grid: Grid) -> Table:
     return table
 
 
+def longest_table(grid: Grid) -> Table:
+    """Return a table of the longest sequences that fit, by the number of ranks that share a sequence."""
+    table = _table(Text("Longest sequence that fits if ranks share each sequence"))
+    table.add_column("context_parallel_size", no_wrap=True)
+    table.add_column("longest sequence in tokens", justify="right")
+    for size, length in grid.longest.items():
+        table.add_row(str(size), str(length))
+    return table
+
+
 def label_of(plan: Plan) -> Label:
-    """Return the label of the plan, which is the least exact label of its choices."""
+    """Return the label of the plan, which is the least exact label of its options."""
     kinds = {row.kind for row in rows(plan)}
     return next(label for label in _LABELS if label in kinds)
 
 
 def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
-    """Return the sizes in bytes of model states, of activations, and of all other memory at the peak."""
+    """Return the sizes in bytes of model states, activations and all other memory at the peak."""
     found = forecast.bytes_by_kind
     states = sum(found.get(kind, 0) for kind in STATES)
     activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)
@@ -117,8 +125,7 @@ def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
 
 
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
-    """Among the plans with a forecast, return the first plan of each strategy, and as many of the next plans as
-    ``max_plans`` allows."""
+    """Return up to ``max_plans`` plans with a forecast. The first plan of each strategy is always included."""
     priced = [each for each in considered if each.forecast is not None]
     first = {each.plan.parallel.strategy: each for each in reversed(priced)}
     kept = {id(each) for each in first.values()}

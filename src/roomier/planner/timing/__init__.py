@@ -1,1 +1,1 @@
-"""Forecast of the duration of a step."""
+"""Forecast of the step time."""

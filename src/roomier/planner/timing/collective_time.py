@@ -1,20 +1,19 @@
-"""Duration of collectives, computed from volumes and links.
+"""Duration of collectives, computed from the volume of the data and the links.
 
 [Note: volumes]
-For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter. In an all-reduce,
-which runs both in sequence, each rank sends twice as many bytes (Rabenseifner 2004, "Optimization of collective
-reduction operations"; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
-MPICH", sections 4.1, 4.4 and 4.5). No algorithm sends less. The ring and the pairwise exchange both reach this volume
-and differ only in latency.
+For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter, and twice as much in
+an all-reduce, which consists of both (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
+Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1, 4.4 and 4.5).
+No algorithm sends less. Rings and pairwise exchanges both reach this minimum and differ only in latency.
 
 [Note: links]
-In a ring over several nodes, the number of parallel links between two nodes equals the number of ranks of the ring on
-each node. NCCL creates this number of rings, and each ring sends a fraction of the bytes. The bandwidth is therefore
-the lower of two values: the bandwidth of one rank's link within its node, and the total bandwidth of the links from one
-node to the next node. In a ring of ``N`` ranks, an all-gather or a reduce-scatter consists of ``N-1`` steps, and an
-all-reduce consists of ``2(N-1)`` steps. Steps between nodes have the latency of the network. For an all-reduce, NCCL
-can also use trees (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), which send the same bytes.
-The latency of a tree grows with the logarithm of the number of nodes. NCCL selects the faster algorithm.
+Over several nodes, NCCL creates as many rings as there are ranks on each node, and each ring sends a fraction of the
+bytes over its own link between the nodes. The bandwidth is therefore the lower of two values: the bandwidth of one
+rank's link within its node, and the total bandwidth of the links from one node to the next. In a ring of ``N`` ranks,
+an all-gather or a reduce-scatter takes ``N-1`` steps, and an all-reduce takes ``2(N-1)`` steps. Steps between nodes
+have the latency of the network. For an all-reduce, NCCL can also use trees (Sanders, Speck and Träff 2009, "Two-tree
+algorithms for full bandwidth"), which send the same number of bytes, but whose latency grows only with the logarithm of
+the number of nodes. NCCL selects the faster algorithm.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ class Group:
 
     @classmethod
     def of_neighbours(cls, num_ranks: int, devices_per_node: int) -> Group:
-        """Return the group of ``num_ranks`` consecutive ranks."""
+        """Return a group of ``num_ranks`` consecutive ranks."""
         return cls(num_ranks, min(num_ranks, devices_per_node))
 
     @classmethod
     def of_copies(cls, num_ranks: int, shard_size: int, devices_per_node: int) -> Group:
-        """Return a group of ranks that have the same position in their shard groups. A shard group has ``shard_size``
-        ranks."""
+        """Return a group of ranks that have the same index in their shard groups of ``shard_size`` ranks."""
         num_copies = num_ranks // shard_size
         return cls(num_copies, min(num_copies, max(devices_per_node // shard_size, 1)))
 
@@ -56,7 +54,7 @@ class Group:
 
     @property
     def share_sent(self) -> float:
-        """Fraction of the gathered or reduced bytes that each rank sends."""
+        """Fraction of the bytes of a collective that each rank sends."""
         return (self.num_ranks - 1) / self.num_ranks
 
 
@@ -104,6 +102,6 @@ def _ring_latency_s(group: Group, within: Link, machine: Machine) -> float:
 
 
 def _tree_latency_s(group: Group, machine: Machine) -> float:
-    # In both directions, the data passes through a chain within each node and a tree between the nodes.
+    # In both directions, data is sent through a chain within each node and a tree between the nodes.
     within_s = (group.ranks_per_node - 1) * machine.in_node.latency_s
     return 2 * (within_s + math.ceil(math.log2(group.num_nodes)) * machine.between_nodes.latency_s)

@@ -1,28 +1,29 @@
-"""Duration of computation, estimated by a roofline model from the work that a dry run or a trace counted.
+"""Duration of computation, estimated with a roofline model from the work that a dry run or a trace has counted.
 
 [Note: roofline]
 The duration of matrix products is the longer of two times: the time for their arithmetic and the time to move their
-bytes (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"). The duration of all
-other operations is the time to move their bytes, because memory bandwidth limits them even on a CPU. The host requires
-time to launch each operation. On a GPU, the host runs ahead, so the longer of the host time and the device time counts.
-On a CPU, launch and computation run in one thread, so the two times are added.
+bytes (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"). All other operations
+are limited by memory bandwidth, even on a CPU, so their duration is the time to move their bytes. In addition, the host
+needs time to launch each operation. On a GPU, the host runs ahead, so the longer of the host time and the device time
+counts. On a CPU, both run in one thread, so the times are added.
 
 [Note: cost of Python]
 :attr:`~roomier.planner.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that
-autograd records. Launching an operation of a model takes four times as long, because its module, its arguments and its
-kernel add overhead. In models with a few thousand parameters, other costs are negligible. In a GPT and a BERT-like
-encoder of this size, each counted operation took 3.7 to 4.3 times as long as the lightest operation (2.9 times in an
-MLP, 6.3 times in a convolutional network). These are process times on one core of an Intel Xeon with torch 2.13.
+autograd records. Launching an operation of a model takes about four times as long, because its module, its arguments
+and its kernel add overhead. This was measured with models of a few thousand parameters, in which other costs are
+negligible: each counted operation took 3.7 to 4.3 times as long as the lightest operation in a GPT and a BERT-like
+encoder, 2.9 times in an MLP and 6.3 times in a convolutional network (process time on one core of an Intel Xeon, torch
+2.13).
 
-The recomputation of a block takes as long as 60 counted operations, on top of the operations of the block itself. The
-additional time is spent on hooks, random states and a second pass through the modules of the block. Python also
-executes code for each operation of the block. With ``"selective"``, Python handles each operation in both forward
-passes. The overhead per block was measured in the four models above, each with four blocks. The forward pass of a block
-has 5, 10, 30 and 7 operations in these models. The overhead was 188, 360, 510 and 338 times the duration of the
-lightest operation with ``"full"``, and 290, 648, 1035 and 449 times this duration with ``"selective"``.
+Recomputing a block takes as long as 60 counted operations, in addition to the operations of the block itself, because
+of hooks, random number generator states and a second pass through the modules of the block. Each operation of the block
+also adds overhead in Python, in particular with ``"selective"``, for which Python handles each operation in both
+forward passes. The overhead per block was measured in four models with four blocks each, as a multiple of the lightest
+operation. For forward passes of 5, 10, 30 and 7 operations per block, it was 188, 360, 510 and 338 with ``"full"``, and
+290, 648, 1035 and 449 with ``"selective"``.
 
-Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
-Therefore, a compiled plan has the same forecast as the plan without compilation.
+In compiled blocks (``compile=True``), fusion reduces the number of bytes that are moved. It is not modeled, because it
+has not been measured, so a plan has the same forecast with and without compilation.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _RATES = {
 }
 
 _LIGHTEST_OPERATIONS = 4.0
-_OPERATIONS_OF_REPEATING = 60.0  # additional cost of recomputing a block in each micro-batch, in counted operations
+_OPERATIONS_OF_REPEATING = 60.0  # overhead of recomputing a block in each micro-batch, in counted operations
 _SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # cost per operation of the block's forward pass, in operations
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Duration of some work.
+    """Duration of an amount of computation on the device and on the host.
 
     Attributes:
         device_s: time that the device needs for the operations.
@@ -65,8 +66,11 @@ class Duration:
     device_s: float
     host_s: float
 
+    def __add__(self, other: Duration) -> Duration:
+        return Duration(self.device_s + other.device_s, self.host_s + other.host_s)
+
     def on(self, device: Device) -> float:
-        """Return the duration in seconds on ``device`` if no other work overlaps with this work."""
+        """Return the duration in seconds on ``device`` without overlapping work."""
         return self.device_s + self.host_s if device.kind == "cpu" else max(self.device_s, self.host_s)
 
 
@@ -113,8 +117,8 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
 def second_forward(work: Mapping[WorkKey, Work], keeps: Mapping[str, Keep]) -> dict[WorkKey, Work]:
     """Return the work that the backward pass of each block recomputes, derived from the forward work of a step.
 
-    For a block that saves only its input, the recomputed work is the full forward pass. For a block that saves the
-    results of matrix products, the recomputed work is all operations except matrix products.
+    A block that saves only its input recomputes the full forward pass. A block that saves the results of matrix
+    products recomputes all other operations.
 
     Args:
         work: work of a step, by phase and part.
@@ -161,7 +165,7 @@ def recomputed_blocks(
 
 
 def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> int:
-    """Return the nanoseconds per step that the recomputation of a block adds.
+    """Return the time per step in nanoseconds that recomputing a block adds.
 
     Args:
         forward: work of the block's forward pass over all micro-batches.

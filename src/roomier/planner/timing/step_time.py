@@ -1,16 +1,16 @@
-"""Forecast of the duration of a step, from computation and communication.
+"""Forecast of the step time, from computation, communication and the update.
 
 [Note: forecast of time]
 The parts of the model are simulated in execution order (``timeline.py``), each with its duration from the roofline
-model (``compute_time.py``) and the collectives of its unit (``traffic.py``). The exposed time is the difference between
-this simulation and a second simulation without collectives. The duration of the update is added (``update_time.py``).
-The forecast is suitable for ranking plans. Costs that all plans share, such as the loader, callbacks, and kernels that
-are slower than their roofline, are not included. Compiled blocks have the same forecast as eager blocks.
+model (``compute_time.py``) and the collectives of its unit (``traffic.py``). The difference to a second simulation
+without collectives is the exposed communication time. The duration of the update (``update_time.py``) is then added.
+The forecast is suitable for ranking plans. It excludes costs that all plans share, such as the loader, callbacks, and
+the extra time of kernels that are slower than their roofline. Compiled blocks have the same forecast as eager blocks.
 
 [Note: time of the modes]
-``C`` is the duration of the forward and backward passes, ``F`` the duration of the first forward pass, ``U`` the
-duration of the update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that
-fills the buffers during the backward pass:
+The duration of a step depends on ``C``, the duration of the forward and backward passes, ``F``, the duration of the
+first forward pass, ``U``, the duration of the update, ``IO``, the duration of all transfers of the update, and
+``ring``, the part of ``IO`` that fills the buffers during the backward pass:
 
     plain        C + max(U, IO - ring)
     deferred     C - F + max(F + U, IO - ring)
@@ -18,11 +18,11 @@ fills the buffers during the backward pass:
 
 With a single buffer, updates wait for all transfers, and each mode takes ``C + U + IO``.
 
-On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. A disk divides its
-time between reads and writes. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
-together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
-directions at the same time. If parameters are offloaded, the forward and backward passes take at least as long as their
-transfers. Transfers of activations are assumed not to slow down transfers of model states.
+On a machine with two cores, measured step times with offload to disk differed from these formulas by 10 to 15 %.
+Simultaneous reads and writes slow each other down: on this machine, a reader alone reached 2.15 GiB/s, a writer alone
+7.3 GiB/s, and both together 1.67 GiB/s each. All devices of a node share the disk, but a link between a device and its
+host transfers at the full rate in both directions. If parameters are offloaded, the forward and backward passes take at
+least as long as their transfers. Transfers of activations are assumed not to slow down transfers of model states.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.precision.policy import precision_of
 
-# Host cost of a sharded unit, as multiples of the time of the lightest operation (see [Note: cost of Python]). This
-# cost was measured for a model of eight tiny units, with a process group that does not communicate. The lightest
-# operation took 3.2 us, an all-gather 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of a unit in forward and
-# backward 0.27 ms (torch 2.13).
+# Host time of a sharded unit, as multiples of the lightest operation (see [Note: cost of Python]), measured for a model
+# of eight tiny units with a process group that does not communicate. The lightest operation took 3.2 us, an all-gather
+# 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of a unit 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# Additional host cost of each weight in a unit. This cost was measured in process time on two gloo ranks: 13 to 30
-# additional operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The sum of the two
-# values below is near the middle of this range.
+# Host time of each weight in a unit. Measurements of the process time on two gloo ranks, for an encoder with 54 small
+# weights and an MLP with 16 weights, resulted in 13 to 30 operations per weight. The sum of the two values below is
+# near the middle of this range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
-_COUNT_BYTES = 8  # size of the number of terms in a loss, a number that the ranks sum
+_OPERATIONS_OF_EXCHANGE = 10  # host time of an all-to-all without copying its data, measured in the same way
+_COUNT_BYTES = 8  # size of the number of terms in a loss, which the ranks sum
 
 
 def step_time(
@@ -87,10 +87,10 @@ def step_time(
             micro-batches. The keys are in the order of execution. ``work`` includes recomputation and excludes
             communication. The work of phase ``"update"`` is used if the plan names no optimizer.
         units: units of the network; None computes the units.
-        kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
-            half of the bytes that the forward pass of the block moves outside matrix products, because each result is
-            written once and read once.
-        away: model states in lower tiers; None if all model states are on the device.
+        kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. The default
+            is half of the bytes that the forward pass of the block moves outside matrix products, because each result
+            is written and read once.
+        away: offloaded model states; None if all model states are on the device.
         chosen: activations that each block saves, as chosen for an activation budget. If None and ``plan`` has an
             activation budget, all blocks are assumed to be recomputed in full.
 
@@ -98,8 +98,8 @@ def step_time(
         RoomierError: the rate of the device is not known for a dtype.
     """
     network = network_of(workload.module)
-    # This build of torch may not know the device of a planned machine. Such a device is planned like CUDA if it has its
-    # own memory.
+    # The installed torch may not support the device of a planned machine. A device with separate memory is then planned
+    # like CUDA.
     device = torch.device("cuda" if machine.device.has_own_memory else machine.device.kind)
     precision = precision_of(plan.precision.mode, device)
     if units is None:
@@ -118,8 +118,8 @@ def step_time(
     step = _Step(plan, machine, layout, traffic, num_buckets_of(units), work)
     copies_s = step.copies_s(blocks, kept_bytes)
     alone_s = step.seconds()
-    exchanging_s = step.seconds(exchanges=True) if traffic else alone_s
-    copying_s = step.seconds(exchanges=bool(traffic), copies_s=copies_s) if copies_s else exchanging_s
+    exchanging_s = step.seconds(exchanges=True)
+    copying_s = step.seconds(exchanges=True, copies_s=copies_s) if copies_s else exchanging_s
     update = update_time(units, plan, machine, layout, blocks=blocks, work=work)
     start_s = _start_exchange_s(workload, plan, machine)
     waits_s = 0.0
@@ -142,9 +142,9 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
 
 
 def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the duration in seconds of the communication that precedes the first forward pass.
+    """Return the duration in seconds of the communication before the first forward pass.
 
-    Ranks sum the numbers of terms in their mean losses. With DDP, rank 0 also broadcasts buffers.
+    The ranks sum the numbers of terms in their mean losses. With DDP, rank 0 also broadcasts the buffers.
     """
     parallel = plan.parallel
     if parallel.num_ranks == 1:
@@ -190,7 +190,7 @@ class _Step:
         return self.plan.batch.accumulate_grad_batches
 
     def seconds(self, *, exchanges: bool = False, copies_s: Mapping[str, float] | None = None) -> float:
-        segments = self._segments(copies_s or {})
+        segments = self._segments(copies_s or {}, exchanges=exchanges)
         if exchanges:
             segments = self._with_exchanges(segments)
         is_ddp = self.layout.strategy == "ddp"
@@ -215,7 +215,19 @@ class _Step:
     def communication_s(self) -> float:
         """Return the total duration of all collectives in seconds, including packing."""
         counted = exchanges(self.traffic, self.num_micro_batches, self.layout.num_backwards)
-        return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
+        of_units_s = sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
+        return of_units_s + sum(self._exchange(each).device_s for each in self.work.values())
+
+    def _exchange(self, work: Work) -> Duration:
+        """Return the duration of the all-to-alls between the ranks that share a sequence, which do not overlap with
+        computation."""
+        if not work.num_exchanges:
+            return Duration(0.0, 0.0)
+        parallel, device = self.plan.parallel, self.machine.device
+        group = Group.of_neighbours(parallel.context_parallel_size, parallel.devices)
+        once_s = gather_s(work.exchanged_bytes / work.num_exchanges, group, self.machine)
+        host_s = _OPERATIONS_OF_EXCHANGE * device.operation_s
+        return Duration(work.num_exchanges * once_s, work.num_exchanges * host_s)
 
     def copies_s(self, blocks: Sequence[str], kept_bytes: Mapping[str, float] | None) -> dict[str, float]:
         """Return the time to copy the activations of each block to its tier in one micro-batch and one direction, in
@@ -235,13 +247,18 @@ class _Step:
         on_link = round(num_bytes) if self.machine.device.has_own_memory else 0
         return transfer_s(Traffic(to_device_bytes=on_link, disk_read_bytes=round(num_bytes)), self.machine)
 
-    def _segments(self, copies_s: Mapping[str, float]) -> list[tuple[str, Segment]]:
+    def _segments(self, copies_s: Mapping[str, float], *, exchanges: bool) -> list[tuple[str, Segment]]:
         share = 1 / self.num_micro_batches
+
+        def duration_of(work: Work) -> Duration:
+            computed = _duration(work, self.machine.device, self.plan)
+            return computed + self._exchange(work) if exchanges else computed
+
         return [
             (
                 place,
                 Segment(
-                    _duration(each * share, self.machine.device, self.plan),
+                    duration_of(each * share),
                     is_backward=phase == "backward",
                     copy_s=copies_s.get(place, 0.0),
                 ),
@@ -266,7 +283,7 @@ class _Step:
         found, last = [], len(segments) - 1
         for index, (place, segment) in enumerate(segments):
             own_reduces = reduces.pop(place, []) if segment.is_backward else []
-            if index == last:  # reductions of the root, and of units without a part
+            if index == last:  # reductions of the root and of units without a part
                 own_reduces = own_reduces + [each for rest in reduces.values() for each in rest]
             own_gathers = gathers.pop((place, segment.is_backward), [])
             found.append((place, replace(segment, gathers=tuple(own_gathers), reduces=tuple(own_reduces))))
@@ -301,8 +318,8 @@ class _Step:
 
 
 def _place_of(unit: str, places: Sequence[str]) -> str | None:
-    """Return the name of the part of the model that equals, contains or is inside ``unit``; None for the root, or if no
-    such part exists."""
+    """Return the name of the part of the model that is, contains or is inside ``unit``; None for the root, or if there
+    is no such part."""
     if not unit:
         return None
     around = [each for each in places if each and (unit == each or unit.startswith(f"{each}."))]
@@ -313,13 +330,13 @@ def _place_of(unit: str, places: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of a step without tiers, in seconds.
+    """Durations in a step without offload, in seconds.
 
     Attributes:
         first_forward_s: duration of the forward pass of the first micro-batch.
         forward_s: duration of the forward passes of all micro-batches.
         backward_s: duration of the backward passes of all micro-batches.
-        update_s: duration of clipping and of the optimizer step.
+        update_s: duration of gradient clipping and of the optimizer step.
     """
 
     first_forward_s: float
@@ -329,12 +346,12 @@ class Durations:
 
 
 def added_s(away: Offloaded, machine: Machine, step: Durations) -> float:
-    """Return the seconds that the transfers add to a step. See [Note: time of the modes].
+    """Return the time in seconds that the transfers add to a step. See [Note: time of the modes].
 
     Args:
-        away: model states in lower tiers.
+        away: offloaded model states.
         machine: machine that the forecast is for.
-        step: durations without tiers.
+        step: durations without offload.
     """
     forward_s = max(step.forward_s, transfer_s(away.forward_traffic, machine))
     backward_s = max(step.backward_s, transfer_s(away.backward_traffic, machine))
@@ -345,7 +362,7 @@ def added_s(away: Offloaded, machine: Machine, step: Durations) -> float:
 
 
 def waits_s(mode: str, transfers_s: float, ring_share: float, step: Durations) -> float:
-    """Return the seconds that a step waits for the transfers of its updates. See [Note: time of the modes].
+    """Return the time in seconds that a step waits for the transfers of its updates. See [Note: time of the modes].
 
     Args:
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.

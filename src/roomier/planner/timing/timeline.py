@@ -1,18 +1,16 @@
-"""Simulation of a step: the host launches operations, the device runs them, and links transfer bytes.
+"""Simulation of a step, in which the host launches operations, the device executes them, and links transfer data.
 
 [Note: overlap]
-On a GPU, each collective runs on a separate stream, in the same order as in ``fully_shard``. A unit is gathered only
-during the computation of the previous unit. The reduction of a unit starts after its backward pass, and the computation
-waits for the previous reduction. The end of the model's backward pass waits for all reductions. A collective is
-therefore exposed only to the extent that it takes longer than the computation of the neighboring unit. The first
-all-gather and the last reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for
-all buckets at the end of the last backward pass. The streams share one link, on which one collective is transferred at
-a time.
+On a GPU, collectives run on separate streams, in the same order as in ``fully_shard``. A unit is all-gathered during
+the computation of the previous unit. Its reduction starts after its backward pass, and the computation waits for the
+previous reduction or, at the end of the model's backward pass, for all reductions. A collective is therefore exposed
+only to the extent that it takes longer than the computation of the neighboring unit, but the first all-gather and the
+last reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the
+end of the last backward pass. The streams share one link, which transfers one collective at a time.
 
-Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
-copies to and from sockets, use the same cores as the computation. Collectives are started early
-(``techniques/parallel/collectives.py``) to hide delays of other ranks. An early start does not hide the cost of
-sending.
+On a CPU, communication does not overlap with computation, because the threads that send and receive data, and the
+copies to and from sockets, use the same cores. Collectives start early (``techniques/parallel/collectives.py``), but
+this only hides the delays of other ranks, not the cost of sending.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass, field
 
 from roomier.planner.timing.compute_time import Duration
 
-_MOST_PLAYED = 3  # simulated micro-batches: the first, one in the middle, and the last
+_MOST_PLAYED = 3  # simulated micro-batches: the first, the last, and one for all others
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,11 @@ class Transfer:
     """A collective or a copy to the host in the simulation.
 
     Attributes:
-        link_s: time that the transfer occupies the link or a separate stream.
-        device_s: time that the device spends on packing and unpacking.
-        host_s: time that the host spends on launching the transfer.
+        link_s: time for which the transfer occupies the link or a separate stream.
+        device_s: time that the device needs for packing and unpacking.
+        host_s: time that the host needs to launch the transfer.
         in_first: whether the transfer runs in the first micro-batch.
-        in_others: whether the transfer runs in the micro-batches in the middle.
+        in_others: whether the transfer runs in all micro-batches between the first and the last.
         in_last: whether the transfer runs in the last micro-batch.
         is_late: whether the transfer waits for the end of the backward pass.
     """
@@ -50,15 +48,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model in the forward or the backward pass of one micro-batch.
+    """Forward or backward pass of a part of the model for one micro-batch.
 
     Attributes:
         duration: duration of the computation.
         is_backward: whether the segment belongs to the backward pass.
         gathers: all-gathers before the computation.
         reduces: reductions after the computation.
-        copy_s: time to copy saved activations to their tier in the forward pass, or back to the device in the backward
-            pass.
+        copy_s: time to copy saved activations to their tier in the forward pass, or to the device in the backward pass.
     """
 
     duration: Duration
@@ -95,8 +92,8 @@ def play(
         segments: segments of one micro-batch, in execution order.
         num_micro_batches: number of micro-batches in a step.
         is_cpu: True to simulate ranks on a CPU, without overlap.
-        waits_each: True to wait for the reductions at the end of each backward pass (``fully_shard``).
-        bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
+        waits_each: True to wait for the reductions at the end of each backward pass, as in ``fully_shard``.
+        bucket_s: time for which one DDP bucket occupies the link; 0 sends each reduction separately.
         is_sequential: True to start an all-gather in the backward pass only when its unit is needed.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
@@ -154,7 +151,7 @@ def _play_micro_batch(
         if gathers[index]:
             ahead_s = 0.0 if is_sequential and segment.is_backward else following_gather[index]
             _gather(clocks, gathers[index], ahead_s)
-        if segment.copy_s:  # waits for the copy of an earlier block (forward) or of this block (backward)
+        if segment.copy_s:  # of an earlier block (forward pass) or of this block (backward pass)
             clocks.device_s = max(clocks.device_s, clocks.copies_s)
         begin_s = clocks.device_s
         if not segment.is_backward:
@@ -189,7 +186,7 @@ def _compute(clocks: _Clocks, duration: Duration) -> None:
 
 
 def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]]) -> list[float]:
-    """Return, for each segment, the link time of the next all-gather in the same phase, or 0."""
+    """Return the link time of the next all-gather in the same phase for each segment; 0 if there is none."""
     found = [0.0] * len(segments)
     next_s = 0.0
     for index in reversed(range(len(segments))):
@@ -202,7 +199,7 @@ def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]
 
 
 def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) -> None:
-    """Wait for an all-gather, and start the next all-gather, which takes ``following_s``."""
+    """Wait for an all-gather, and start the next one, which takes ``following_s``."""
     clocks.host_s += sum(each.host_s for each in gathers)
     link_s = sum(each.link_s for each in gathers)
     if link_s and clocks.gathered_s is None:
@@ -219,14 +216,14 @@ def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) ->
 
 def _reduce(clocks: _Clocks, transfer: Transfer) -> None:
     clocks.host_s += transfer.host_s
-    # The computation waits for the end of the previous reduction, whose buffer is then freed.
+    # The computation waits for the previous reduction, whose buffer is then freed.
     clocks.device_s = max(clocks.device_s, clocks.link_s) + transfer.device_s
     clocks.link_s = max(clocks.link_s, clocks.device_s, clocks.host_s) + transfer.link_s
 
 
 def _reduce_in_buckets(clocks: _Clocks, transfer: Transfer, pending_s: float, bucket_s: float, begin_s: float) -> float:
-    """Send the buckets that the gradients of a segment fill at a constant rate, and return the link time of the
-    remaining gradients."""
+    """Send the buckets that a segment fills, assuming that it produces gradients at a constant rate, and return the
+    link time of the remaining gradients."""
     clocks.host_s += transfer.host_s
     clocks.device_s += transfer.device_s
     left_s = transfer.link_s

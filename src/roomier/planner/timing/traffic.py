@@ -1,18 +1,18 @@
-"""Volume of the data that a rank exchanges in a step, for each unit and strategy.
+"""Volume of the communication of a rank in a step, for each unit and strategy.
 
 [Note: volumes of a step]
-For a model with ``B`` bytes of gradients and ``G`` gathered bytes, in ``M`` micro-batches on ``N`` ranks, each rank
-sends ``(N-1)/N`` times the following (Rajbhandari et al. 2020, "ZeRO", section 7: with ``M`` = 1 and ``G`` = ``B``,
-ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
+For a model with ``B`` bytes of gradients and ``G`` bytes of all-gathered weights, in ``M`` micro-batches on ``N``
+ranks, each rank sends ``(N-1)/N`` times the following (Rajbhandari et al. 2020, "ZeRO", section 7: with ``M`` = 1 and
+``G`` = ``B``, ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
 
     ddp      2 B                  all-reduce after the last micro-batch
     zero1    G + B                one all-gather, one reduction after the last micro-batch
     zero2    M (G + B)
-    zero3    M (2 G + B)          gathered again in each backward pass, except the root and embeddings
+    zero3    M (2 G + B)          all-gathered again in each backward pass, except the root and embeddings
     hsdp     M (2 G + B)          within a group, and the all-reduce of shards, 2 (C-1)/C B/N, over ``C`` replicas
 
-In addition, each rank copies data locally. Shards are packed into one buffer and unpacked from it, so each byte is read
-and written once. Ranks that send their shards pairwise also sum the received shards.
+Each rank also copies data locally, because shards are packed into one buffer and unpacked from it. Ranks that send
+their shards pairwise also sum the received shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class UnitExchange:
     """One collective.
 
     Attributes:
-        link_s: time that the collective occupies the link, in seconds.
+        link_s: time in seconds for which the collective occupies the link.
         copied_bytes: bytes that this rank reads and writes locally for packing, unpacking and sums.
     """
 
@@ -61,11 +61,11 @@ class UnitTraffic:
         name: name of the unit; empty for the root.
         gather: all-gather of the weights of the unit; empty for ``ddp``.
         reduce: reduction of the gradients of the unit; for ``ddp``, the unit's share of the buckets.
-        gathers_each: whether the unit is all-gathered in the forward pass of each micro-batch, not only of the first
-            micro-batch.
+        gathers_each: whether the unit is all-gathered in the forward pass of each micro-batch, instead of only the
+            first.
         gathers_again: whether the unit is all-gathered again in each backward pass.
-        reduces_each: whether the gradients are reduced after each micro-batch, not only after the last micro-batch.
-        is_last: whether the reduction waits for the end of the backward pass.
+        reduces_each: whether the gradients are reduced after each micro-batch, instead of only after the last. is_last:
+        whether the reduction waits for the end of the backward pass.
         num_weights: number of weights. The host handles each weight separately.
     """
 
@@ -88,11 +88,11 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
         layout: result of :func:`roomier.planner.memory.predict.layout_of`.
         machine: machine whose links are used.
     """
-    if layout.strategy == "single":  # includes 1-bit Adam, which communicates in its update
+    if layout.strategy == "single":  # includes 1-bit Adam, which communicates in the update
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
-    # An exact step in backward runs two backward passes per micro-batch if gradients are clipped by norm.
+    # ``step_in_backward="exact"`` runs two backward passes per micro-batch if gradients are clipped by norm.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
     known: dict[Any, tuple[UnitExchange, UnitExchange]] = {}  # cache for equal blocks
@@ -119,7 +119,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
 def exchanges(
     traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
 ) -> list[tuple[UnitExchange, int]]:
-    """Return all collectives of one optimizer step and the number of executions of each collective."""
+    """Return all collectives of one optimizer step, each with the number of its executions."""
     found = []
     for unit in traffic:
         num_gathers = num_micro_batches if unit.gathers_each else 1
@@ -156,7 +156,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExc
     group, whole_bytes = shard_group(plan), unit_bytes(unit, layout).sent
     copied_bytes = num_own * layout.num_shards * unit.gathered_dtype.itemsize + whole_bytes
     part_bytes = num_own * unit.sum_dtype.itemsize
-    if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the other shards
+    if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the others
         copied_bytes += whole_bytes + part_bytes * (2 * layout.num_shards - 1)
     found = UnitExchange(reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
     parallel = plan.parallel
@@ -167,13 +167,12 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> UnitExc
 
 
 def _sharded(unit: Unit) -> list[Weight]:
-    # Scalar tensors are not sharded. They are reduced once per step, in negligible time.
+    # Scalars are not sharded. They are reduced once per step, in negligible time.
     return [each for each in unit.weights if each.shape]
 
 
 def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:
-    # Latency is proportional to the number of buckets, not to the number of units. Each unit has a share of the
-    # latency.
+    # The latency is proportional to the number of buckets, not of units. Each unit has a share of it.
     wire = torch.bfloat16 if plan.parallel.reduce_dtype == "bf16" else None
     group = shard_group(plan)
     trained = [[each for each in unit.weights if each.is_trained] for unit in units]

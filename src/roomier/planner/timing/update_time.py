@@ -1,13 +1,13 @@
-"""Duration of gradient clipping and of the optimizer step. Memory bandwidth limits both operations, so their
-duration is computed from the number of bytes that they move.
+"""Duration of gradient clipping and of the optimizer step. Memory bandwidth limits both, so their duration is computed
+from the number of bytes that they move.
 
 [Note: bytes of an update]
-Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. It
-therefore moves seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
-operations read and write tensors in each operation. The number of bytes that these optimizers move was counted with
-:class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache are
-limited by computation, because they move few bytes. For these optimizers, the value is the time on one core, expressed
-as the number of bytes that fused AdamW moves in that time (GPT of 14 M parameters).
+Fused AdamW reads a weight, its gradient and its two moments, and writes all of them except the gradient. It therefore
+moves seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
+operations read and write tensors in each of them; their bytes were counted with
+:class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache move
+few bytes and are limited by computation. For them, the value is the time on one core, expressed as the number of bytes
+that fused AdamW moves in that time (GPT of 14 M parameters).
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Moved:
     Attributes:
         cuda_bytes: bytes read and written per element on a GPU.
         cpu_bytes: time per element on a CPU, in bytes that a fused AdamW moves in this time (28 for AdamW itself).
-        num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
-            all tensors.
-        itemsize: element size for which the bytes are specified. The bytes are proportional to the actual size of an
-            element.
+        num_operations: number of operations for each tensor; 0 for a fused optimizer, which runs one operation for all
+        tensors.
+        itemsize: element size that the bytes refer to. They are scaled to the actual element size.
     """
 
     cuda_bytes: float
@@ -50,7 +49,7 @@ class Moved:
     itemsize: int = 4
 
 
-_CAUTIOUS = Moved(156, 131, 24)  # AdamW that is not fused, whose moments are read again to count elements
+_CAUTIOUS = Moved(156, 131, 24)  # unfused AdamW, which reads the moments again to count elements
 _MOMENTUM_BYTES = 8  # momentum of SGD, read and written
 # AdamW and Lion with bfloat16 weights are not fused. Rounding takes most of their time.
 _ROUNDED = {
@@ -60,20 +59,20 @@ _ROUNDED = {
     ("lion", "stochastic"): Moved(154, 132, 117, 2),
 }
 _MUON_STEPS = 5
-# Costs as multiples of the time of the lightest operation. A step of fused AdamW took 22 times as long as the lightest
-# operation, plus 2 to 3 times for each of 16 to 54 weights. A step in backward, which updates one weight at a time,
-# took 7 times as long for each weight (6.1 to 8; 10 for convolutions). These are process times on one core of an Intel
-# Xeon with torch 2.13.
+# Host times as multiples of the lightest operation. A step of fused AdamW took 22 times as long as the lightest
+# operation, plus 2 to 3 times for each of 16 to 54 weights. An update in the backward pass, which updates one weight at
+# a time, took 7 times as long for each weight (6.1 to 8; 10 for convolutions). Process times on one core of an Intel
+# Xeon, torch 2.13.
 _OPERATIONS_OF_STEP = 22
 _OPERATIONS_OF_WEIGHT = {"none": 2, "exact": 7}
 
 
 @dataclass(frozen=True)
 class Update:
-    """Duration of the update at the end of a step.
+    """Duration of the optimizer update at the end of a step.
 
     Attributes:
-        compute_s: duration of clipping and of the optimizer step.
+        compute_s: duration of gradient clipping and of the optimizer step.
         exchange_s: duration of communication during the update, which does not overlap with computation.
     """
 
@@ -98,8 +97,8 @@ def update_time(
         machine: machine that the forecast is for.
         layout: how the weights are sharded.
         blocks: names of the blocks, which contain the matrices that Muon updates.
-        work: counted work. The work of phase ``"update"`` is used if the module configures its own optimizer. If the
-            work contains no such phase, fused AdamW is assumed.
+        work: counted work, whose phase ``"update"`` is used if the module configures its own optimizer. If the phase is
+            missing, fused AdamW is assumed.
     """
     device = machine.device
     counted = Work()
@@ -123,7 +122,7 @@ def update_time(
         seconds += sum(_muon_flops(each.shape) for each in hidden) / rate_of(torch.bfloat16, device)
     exchange_s = _clipping_exchange_s(plan, machine, layout)
     group = shard_group(plan)
-    if hidden and layout.is_sharded:  # full matrices are gathered before their update
+    if hidden and layout.is_sharded:  # full matrices are all-gathered before their update
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
     if layout.is_sharded:
@@ -147,7 +146,7 @@ def _is_cautious(plan: Plan) -> bool:
 
 
 def _seconds(work: Work, device: Device) -> float:
-    # Updates have a different memory access pattern, so the rate of updates is used if it was measured.
+    # Updates have a different memory access pattern than copies, so the measured rate of updates is used if available.
     rate = device.update_bytes_per_s or device.memory_bytes_per_s
     return Duration(work.other_bytes / rate, work.num_operations * device.operation_s).on(device)
 
@@ -183,7 +182,7 @@ def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
     shard_bytes = sum(own_bytes(each, layout) for each in weights)
     num_passes = 0
     if plan.batch.gradient_clip_val is not None:
-        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads gradients; scaling reads and writes gradients
+        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads gradients; scaling reads and writes them
     if plan.precision.mode == "16-mixed" and num_passes:
         num_passes += 2  # unscaling
     num_operations = 2 * len(weights) if num_passes else 0

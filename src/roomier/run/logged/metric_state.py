@@ -1,7 +1,7 @@
 """States of torchmetrics objects in a checkpoint. The ``state_dict`` of a module does not contain these states.
 
 The state of each rank is stored separately: ``{"0": {...}, "1": {...}}``. If the run resumes on fewer ranks, the states
-of several ranks are merged. If the run resumes on more ranks, the additional ranks start without a state.
+of several ranks are merged; if it resumes on more, the additional ranks start without a state.
 
 This module does not import torchmetrics, because a program that uses torchmetrics objects has already imported the
 package.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from roomier.core import torch_private
 from roomier.core.forms import anything, fields, item_of, tensor
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
 
@@ -30,6 +31,37 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
         if isinstance(each, torchmetrics.MetricCollection):
             each.values(copy_state=False)  # metrics that share an update get the state of the updated metric
     return {name: each for name, each in module.named_modules() if isinstance(each, torchmetrics.Metric)}
+
+
+class _GatherOfDataRanks:
+    """Function that torchmetrics calls to gather a state. Each sample counts once, although several ranks read it.
+
+    A copied module keeps the function. A pickled module does not, because a process group cannot be pickled.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import (
+            gather_all_tensors,  # late import: see the docstring of the module
+        )
+
+        gathered: list[Tensor] = gather_all_tensors(tensor, self._ranks.process_group if group is None else group)
+        return gathered
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOfDataRanks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def gather_from_data_ranks(module: nn.Module, ranks: Ranks) -> None:
+    """Let the metrics of ``module`` compute over the data ranks of ``ranks``, unless the user chose other ranks."""
+    for metric in metrics_of(module).values():
+        if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _GatherOfDataRanks):
+            metric.dist_sync_fn = None if ranks.data is ranks else _GatherOfDataRanks(ranks.data)
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:

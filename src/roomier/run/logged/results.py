@@ -2,9 +2,9 @@
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
-or an evaluation. The reduction runs before the first hook at the end of the epoch, and again after each hook, because a
-hook may log values. After a reduction, all ranks have the same value for each name, even if only one rank logged the
-name. Therefore, callbacks that monitor a metric make the same decision on all ranks.
+or an evaluation, before the first hook and again after each hook, because a hook may log values. After a reduction, all
+ranks have the same value for each name, even if only one rank logged it, so callbacks that monitor a metric make the
+same decision on all ranks. Of the ranks that read the same samples, only the first contributes its values.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.forms import one_of
 from roomier.core.log import notice
+from roomier.core.mesh import OUTER
 from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
@@ -215,9 +216,16 @@ class Results:
             entry.value, entry.is_unseen = last.detach() if isinstance(last, Tensor) else last, True
 
     def _check_group(self, name: str, group: Any) -> None:
-        if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
-            action = "Remove sync_dist_group. For a value of some ranks, log a result of self.all_gather(..., group)"
-            raise RoomierError("log: sync_dist_group", name, "must contain all ranks", action)
+        if self._ranks.is_alone:
+            return
+        size, mesh = dist.get_world_size(group), self._ranks.mesh
+        if size == self._ranks.world.size:
+            return
+        if size == mesh.data.size and tuple(sorted(dist.get_process_group_ranks(group))) == mesh.along(*OUTER):
+            return
+        problem = "must contain all ranks, or the ranks with the same place in each group of ranks that share samples"
+        action = "Remove sync_dist_group. For a value of some ranks, log a result of self.all_gather(..., group)"
+        raise RoomierError("log: sync_dist_group", name, problem, action)
 
     @property
     def columns(self) -> set[str]:
@@ -264,7 +272,8 @@ class Results:
             for key, entry in self._entries.get(stage, {}).items()
         }
         gathered = self._ranks.gather((extra, own))
-        for (stage, name, is_in_batch), of_all in reduce_over_ranks([entries for _, entries in gathered]).items():
+        of_data_ranks = [entries for _, entries in gathered[:: self._ranks.mesh.num_peers]]
+        for (stage, name, is_in_batch), of_all in reduce_over_ranks(of_data_ranks).items():
             table = self._entries.setdefault(stage, {})
             entry = table.get((name, is_in_batch))
             if entry is None:
@@ -413,7 +422,9 @@ class Results:
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []
         own = {key: entry.for_other_ranks() for key, entry in self._entries["train"].items()}
-        over_ranks = {} if self._ranks.is_alone else reduce_over_ranks(self._ranks.gather(own))
+        over_ranks = {}
+        if not self._ranks.is_alone:
+            over_ranks = reduce_over_ranks(self._ranks.gather(own)[:: self._ranks.mesh.num_peers])
         for key, of_all in over_ranks.items():  # includes names that only other ranks logged
             self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
         for (name, is_in_batch), entry in self._entries["train"].items():

@@ -1,12 +1,11 @@
-"""Forward pass of a block that saves selected activations for backward and recomputes all others.
+"""Forward pass of a block that saves selected activations for the backward pass and recomputes all others.
 
 [Note: recomputation]
-Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The autograd graph of a block is the same as without
-recomputation, but its saved tensors are placeholders. A second forward pass computes the saved tensors when the
-backward pass first reads one of them. The inputs of a block need not require gradients. Gradient hooks and
-``backward(inputs=...)`` are supported. The random states and the autocast state are the same as in the first forward
-pass. The reentrant variant would run a separate backward pass inside the first one and bypass the hooks that reduce
-gradients.
+Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The autograd graph of a block is then the same as
+without recomputation, but its saved tensors are placeholders: when the backward pass first reads one of them, a second
+forward pass computes all of them, with the same random states and autocast state as the first. The inputs of a block
+need not require gradients, and gradient hooks and ``backward(inputs=...)`` are supported. The reentrant variant would
+instead run a separate backward pass inside the first one and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations

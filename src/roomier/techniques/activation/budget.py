@@ -4,12 +4,12 @@
 In the first step, each block saves the minimum, which is only its input, and the optimizers create their states. The
 second step saves the same activations and is measured (:mod:`roomier.techniques.activation.profile`). The activations
 to save are chosen before the third step (:mod:`roomier.techniques.activation.budget_choice`). With several ranks, the
-choice uses the worst value of each measurement over all ranks, so all ranks make the same choice. Gradients are
+choice is based on the worst value of each measurement over all ranks, so it is the same on all of them. Gradients are
 bit-identical for every choice, so the step in which the choice is made does not affect the result.
 
-A later step can have a batch with larger tensors than any measured batch. In this case, a run on one rank also measures
-this step, and the new choice fits all measurements. With several ranks, the other ranks do not have this measurement,
-so the choice does not change, but a notice reports the batch with larger tensors.
+A later step can have a batch with larger tensors than any measured batch. On one rank, the run measures this step as
+well, and the new choice fits all measurements. With several ranks, the others do not have this measurement, so the
+choice does not change, but a notice reports the batch.
 """
 
 from __future__ import annotations

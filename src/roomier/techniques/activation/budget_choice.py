@@ -2,34 +2,34 @@
 possible.
 
 [Note: the peak of a step as sums over the first blocks]
-Blocks run forward in one order and backward in the reverse order. Therefore, at each moment, a number ``k`` exists such
-that the first ``k`` blocks have saved activations and no other block has. A moment is within the forward or backward
-pass of one block, or between two blocks. The memory in use at a moment is:
+Blocks run forward in one order and backward in the reverse order. At each moment, which is within a pass of one block
+or between two blocks, a number ``k`` therefore exists such that the first ``k`` blocks have saved activations and no
+other block has. The memory in use at this moment is:
 
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
-While the backward pass of a block runs, all its activations exist, whether they were saved or recomputed. Therefore,
-the memory in use while a block runs depends only on the choices for the blocks *before* it, and on the peak of its own
-recomputation.
+While the backward pass of a block runs, all its activations exist, whether they were saved or recomputed. The memory in
+use therefore depends only on the choices for the blocks *before* it, and on the peak of its own recomputation.
 
 [Note: why the choice is optimal]
 Blocks are processed in order. A state is the pair (additional bytes saved so far, time lost so far). At each later
-block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state can be dropped if
-another state has at most as many bytes and at most as much lost time. Every sequence of later choices that is possible
-after the dropped state is also possible after the other state, and costs no more time. The remaining states contain
-the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal blocks
-can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are retained. The
-choice is still within the budget, but can be slightly slower than the optimum.
+block, the budget limits the bytes of a state, and the lost time only increases. A state can therefore be dropped if
+another state has at most as many bytes and at most as much lost time: every sequence of later choices that is possible
+after the dropped state is also possible after the other one, and costs no more time. The remaining states contain the
+exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal blocks can
+result in more than ``MAX_STATES`` states, of which only ``MAX_STATES`` evenly spaced ones are retained. The choice is
+then still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 The offloaded tensors of at most two calls are on the device at a time (:mod:`roomier.techniques.activation.copies`).
-At a given moment, all offloaded calls on the device belong to blocks between their forward and backward passes.
-Therefore, the total size of the two largest calls of the first ``k`` blocks is an upper bound on the offloaded bytes on
-the device. If the block that runs at this moment is offloaded, only one other offloaded call is on the device. When
-options are compared, each offloaded call is counted with the size of the largest allowed call. Therefore, a state
-contains only the number of offloaded calls (zero, one, or at least two), and only states with the same number of calls
-are compared. A third call adds no memory. Several values are tried for the largest size. If offloaded blocks have equal
-sizes, the choice is optimal. Otherwise, the bound can be too large, but never too small.
+They belong to blocks between their forward and backward passes, so the total size of the two largest calls of the first
+``k`` blocks is an upper bound on the offloaded bytes on the device. If the block that runs at this moment is offloaded,
+only one other offloaded call is on the device.
+
+To compare options, each offloaded call is counted with the size of the largest allowed call. A state then contains only
+the number of offloaded calls (zero, one, or at least two, because a third call adds no memory), and only states with
+the same number are compared. Several values are tried for the largest size. If offloaded blocks have equal sizes, the
+choice is optimal. Otherwise, the bound can be too large, but never too small.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Move the tensors that blocks save for backward to host memory or disk.
+"""Move the tensors that blocks save for the backward pass to host memory or disk.
 
 [Note: two blocks at a time]
-Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
+Each call of a block is a visit. The tensors that are saved during a visit are copied to the host while computation
 continues. When the second visit after this visit begins, the computation waits for the copies, and the device memory of
-the tensors is freed. In backward, the computation waits for the tensors of a visit. The tensors of the preceding visit
-are then copied to the device while computation continues. Therefore, the tensors of at most two visits are on the
-device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
-the copies of these tensors, because backward frees their memory. All device memory belongs to the compute stream, which
-waits for the copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated
-while the host runs ahead of the device.
+the tensors is freed. In the backward pass, the computation waits for the tensors of a visit, and the tensors of the
+preceding visit are then copied to the device while computation continues. The tensors of at most two visits are
+therefore on the device at a time.
 
-A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
-Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Offloading parameters
-and tensors from autocast would not free memory, because they remain allocated anyway.
+The tensors of the last two visits are still on the device when the backward pass begins. The computation waits for the
+copies of these tensors, too, because the backward pass frees their memory. All device memory belongs to the compute
+stream, which waits for the copies before memory is freed. ``record_stream`` is not used, because the memory would
+remain allocated while the host runs ahead of the device.
+
+A storage is moved completely and only once, even if several blocks save views of it (for example of a mask). Parameters
+and tensors that autocast created from them stay on the device, because they remain allocated anyway, so offloading them
+would not free memory. Small tensors stay on the device as well.
 """
 
 from __future__ import annotations
@@ -309,7 +311,7 @@ class Slip:
 
 
 class Offload:
-    """Object that offloads the tensors that the blocks of one network save, and copies them back for backward.
+    """Object that offloads the tensors that the blocks of one network save, and copies them back for the backward pass.
 
     Args:
         device: device on which the blocks run.

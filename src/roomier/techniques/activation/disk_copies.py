@@ -1,15 +1,15 @@
 """Copies of saved tensors to disk and back.
 
 [Note: activations on disk]
-The writer thread of a scratch file writes a tensor, and the reader thread of the file reads the tensor, while
-computation continues. On an accelerator, a tensor passes through pinned host memory. The copy stream copies the tensor
-to the host, and the writer waits for this copy. The reader starts the copy to the device after it has read the tensor.
+The writer thread of a scratch file writes a tensor, and the reader thread reads it, while computation continues. On an
+accelerator, the tensor passes through pinned host memory: the copy stream copies it to the host, and the writer waits
+for this copy. In the other direction, the reader starts the copy to the device after it has read the tensor.
 
 On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When a block
-begins, computation waits for the writes of the second block before it. Therefore, the host memory contains the saved
-tensors of at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory by default.
-While activations are on disk, large freed blocks are returned to the operating system instead. The operating system
-must then clear the pages of new blocks, which takes time.
+begins, computation waits for the writes of the second block before it, so the host memory contains the saved tensors of
+at most two blocks, if the graph is their only user. glibc would retain most of the freed memory, so while activations
+are on disk, large freed blocks of memory are returned to the operating system. The price is time, because the operating
+system must clear the pages of new blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Total size in bytes of the tensors on a device, at each moment of a step.
 
 If the allocator of the device reports memory statistics, the numbers come from the allocator. Otherwise, the storages
-that operations use are counted. A storage is counted from the operation that returns it until Python frees it. A
-storage that first appears as an argument is counted from the start of the measurement, because it already existed.
-``fully_shard`` frees and allocates storages by resizing them, so storage sizes are checked before each operation.
+that operations use are counted, each from the operation that returns it until Python frees it. A storage that first
+appears as an argument already existed, so it is counted from the start of the measurement. ``fully_shard`` frees and
+allocates storages by resizing them, so storage sizes are checked before each operation.
 """
 
 from __future__ import annotations

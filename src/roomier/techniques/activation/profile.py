@@ -2,11 +2,11 @@
 more activations.
 
 [Note: one step determines the peak of every choice]
-When a block is recomputed in backward, the block creates exactly the activations that it could have saved. The increase
-in memory from the beginning to the end of this second forward pass is the cost of saving all activations. The peak of
-the second forward pass is the memory that recomputation needs. After the second forward pass, memory is the same as if
-all activations had been saved. Therefore, one step is sufficient to determine the peak of every choice. This step runs
-with the choice that requires the least memory. The cost of saving products is measured while operations run.
+When a block is recomputed in the backward pass, it creates exactly the activations that it could have saved. The
+increase in memory from the beginning to the end of this second forward pass is the cost of saving all activations, and
+the peak of this pass is the memory that recomputation needs. Afterwards, memory is the same as if all activations had
+been saved. One step is therefore sufficient to determine the peak of every choice. It runs with the choice that
+requires the least memory. The cost of saving products is measured while operations run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
 
 @dataclass(eq=False)
 class Call:
-    """One call of a block, with its forward pass and its recomputation in backward.
+    """One call of a block, with its forward pass and its recomputation in the backward pass.
 
     All bytes are relative to a block that saves only its input.
 

@@ -4,7 +4,6 @@ random generators."""
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
+from roomier.core.hugging_face import is_cache
 from roomier.core.log import notice
 
 _Place = tuple[nn.Module, str]
@@ -112,14 +112,12 @@ class Surroundings:
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
     """Return the ``arguments`` of a Hugging Face block, with an empty cache of keys and values replaced by None.
 
-    Training does not use a cache, and a second forward pass would append to the cache again.
+    Training does not use a cache, and a second forward pass would append to it again.
 
     Raises:
         RoomierError: a cache is not empty, and ``is_repeated`` is True.
     """
-    caches = sys.modules.get("transformers.cache_utils")
-    found = {} if caches is None else {k: v for k, v in arguments.items() if isinstance(v, caches.Cache)}
-    for name, cache in found.items():
+    for name, cache in [(name, value) for name, value in arguments.items() if is_cache(value)]:
         if cache.get_seq_length() == 0:
             arguments = {**arguments, name: None}
             if not _PRINTED:

@@ -1,11 +1,11 @@
 """Saving of expensive results: the results of matrix products, convolutions and attention.
 
 [Note: not torch's selective contexts]
-``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every
-operation of both forward passes, including the operations of hooks that all-gather parameters. The operations of hooks
-differ between the two forward passes. If the result of attention is saved, these contexts do not advance the random
-generator in the second forward pass as attention did in the first, so later dropout differs. The tensors that these
-contexts save cannot be offloaded. The compiler supports these contexts, so compiled blocks use them.
+``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forward passes, including
+the operations of hooks that all-gather parameters, which differ between the two passes. If the result of attention is
+saved, these contexts do not advance the random generator in the second forward pass as attention did in the first, so
+later dropout differs. The tensors that they save cannot be offloaded either. The compiler supports these contexts, so
+compiled blocks use them.
 """
 
 from __future__ import annotations

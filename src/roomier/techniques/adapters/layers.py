@@ -2,9 +2,9 @@
 
 [Note: layers change their class in place]
 Adding an adapter to a layer changes the layer's class to a class that has the old class as a base, as ``fully_shard``
-does. Therefore, the layer keeps its place in the model, its names in the state dict and its hooks. References to the
-layer remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the ``forward`` methods
-call each other in the order ``[Adapted, InFewBits, nn.Linear]``.
+does. The layer therefore keeps its place in the model, its names in the state dict and its hooks, references to it
+remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the ``forward`` methods call
+each other in the order ``[Adapted, InFewBits, nn.Linear]``.
 
 - ``"int8"``: 255 evenly spaced levels between minus and plus the largest magnitude of the block.
 - ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E). Normally
@@ -162,8 +162,8 @@ class Adapted(nn.Module):
 
 
 class InFewBits(nn.Module):
-    """Mixin that stores the frozen weight as codes and decodes it temporarily for the matrix products in forward and
-    backward.
+    """Mixin that stores the frozen weight as codes and decodes it temporarily for the matrix products of the forward
+    and backward passes.
 
     Attributes:
         weight_codes: buffer of codes from :func:`roomier.techniques.adapters.layers.encode`.

@@ -1,10 +1,10 @@
 """Selection of the kernel for ``scaled_dot_product_attention``.
 
 [Note: kernel selection]
-torch uses the fastest kernel that supports a call. If the user selects a kernel, only this kernel is allowed. If the
-selected kernel does not support a call (for example, flash attention with a mask on a GPU), torch raises an error and
-issues warnings that state the reason. roomier converts the error and the warnings to one error that contains the reason
-and the alternatives. A kernel that is not available on the device is rejected when the run is built.
+By default, torch uses the fastest kernel that supports a call. If the user selects a kernel, only this kernel is
+allowed. If it does not support a call (for example, flash attention with a mask on a GPU), torch raises an error and
+states the reason only in warnings. roomier converts both to one error that contains the reason and the alternatives. A
+kernel that is not available on the device is rejected when the run is built.
 """
 
 from __future__ import annotations

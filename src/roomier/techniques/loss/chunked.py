@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError
@@ -20,6 +21,7 @@ class LazyForward(WrappedForward):
     Args:
         layer: output layer whose ``forward`` method is replaced.
         chunk_tokens: number of rows of logits in a chunk; None uses the default.
+        group: ranks that call the layer with the same input; see :class:`LossOfLinear`.
 
     Attributes:
         reads_weights_later: True, because the weights of the layer are read after its forward pass. The weights must
@@ -29,8 +31,10 @@ class LazyForward(WrappedForward):
 
     reads_weights_later = True
 
-    def __init__(self, layer: nn.Linear, chunk_tokens: int | None) -> None:
+    def __init__(self, layer: nn.Linear, chunk_tokens: int | None, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(layer)
+        # A function, because a copy of the model cannot copy a process group.
+        self._group: Callable[[], dist.ProcessGroup | None] = lambda: group
         self.layer = layer
         self.chunk_tokens = chunk_tokens
         self.use = Use()
@@ -42,11 +46,16 @@ class LazyForward(WrappedForward):
         if is_wrong or torch.compiler.is_compiling():  # The compiler requires real tensors.
             return self.forward(input)
         dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
-        output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.use)
+        output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.use, self._group())
         return LazyLogits.of(Rows(output, input, (dtype,)))
 
 
-def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_tokens: int | None) -> nn.Linear:
+def apply_chunked_loss(
+    network: nn.Module,
+    blocks: Sequence[nn.Module],
+    chunk_tokens: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Linear:
     """Replace the ``forward`` method of the output layer of ``network``, so that the cross-entropy of its logits runs
     in chunks.
 
@@ -54,6 +63,8 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
         network: the model.
         blocks: blocks of the model, which do not contain the output layer.
         chunk_tokens: number of rows of logits in a chunk; None uses as many rows as fit into 64 MiB in float32.
+        group: ranks that call the layer with the same input and compute the same loss. Each of them computes a share of
+            the rows; see :class:`LossOfLinear`.
 
     Returns:
         The output layer.
@@ -62,7 +73,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
         RoomierError: no output layer is found.
     """
     layer = find_output_layer(network, blocks)
-    install(layer, LazyForward(layer, chunk_tokens))
+    install(layer, LazyForward(layer, chunk_tokens, group))
     return layer
 
 

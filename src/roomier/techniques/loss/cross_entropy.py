@@ -1,11 +1,17 @@
 """Cross-entropy of the output of a linear layer, computed in chunks of rows.
 
 [Note: gradients in the forward pass]
-The gradient of the logits of a token depends on other tokens only through a common factor. This factor comes from the
-mean or the loss scale. Therefore, the forward pass computes the logits and losses of each chunk and adds the
-contribution of the chunk to the gradients of the layer's input, weight and bias. The backward pass multiplies these
-gradients by the common factor, so the logits are computed once. The saved gradients are as large as the input and the
-parameters. With ``reduction="none"``, each loss has its own factor, and the backward pass computes the logits again.
+The gradient of the logits of a token depends on other tokens only through a common factor, from the mean or the loss
+scale. The forward pass can therefore compute the logits and losses of each chunk and add the contribution of the chunk
+to the gradients of the layer's input, weight and bias. The backward pass only multiplies these gradients by the common
+factor, so the logits are computed once. The saved gradients are as large as the input and the parameters. With
+``reduction="none"``, each loss has its own factor, so the backward pass computes the logits again.
+
+[Note: rows of a group]
+If the ranks of a process group have the same input and the same targets, each rank computes only its share of the rows,
+and the loss on every rank is the sum of the shares. A loss that every rank of the group computes is divided by the
+number of ranks before the gradients are summed over the ranks, as if each rank had its own samples. To compensate for
+this division, the gradients on a rank are the gradients of its rows, times the number of ranks.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt` and two additional letters:
 
@@ -19,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,6 +48,8 @@ class LossOfLinear:
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         ignore_index: target that does not contribute to the loss.
         label_smoothing: as in ``F.cross_entropy``.
+        group: ranks that have the same rows, of which each computes a share; see [Note: rows of a group]. None if this
+            rank computes all rows.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -48,6 +57,17 @@ class LossOfLinear:
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """Number of ranks among which the rows are divided."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def own_rows(self, num_rows: int) -> slice:
+        """Return the rows that this rank computes. The shares of the ranks differ by at most one row."""
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        return slice(num_rows * rank // self.num_shares, num_rows * (rank + 1) // self.num_shares)
 
     def chunk_size(self, num_classes: int) -> int:
         """Return the number of rows in a chunk."""
@@ -99,14 +119,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: LossOfLinear
     ) -> Tensor:
-        inputs = (hidden_ND, weight_VD, bias_V)
-        ctx.how, ctx.needs = how, tuple(ctx.needs_input_grad[:3])
+        ctx.how, ctx.needs, ctx.num_rows = how, tuple(ctx.needs_input_grad[:3]), len(hidden_ND)
+        rows = how.own_rows(ctx.num_rows)
+        inputs, own_targets = (hidden_ND[rows], weight_VD, bias_V), targets_N[rows]
         if how.reduction == "none":  # each loss has a separate factor, which only the backward pass receives
-            losses_N, _ = _in_chunks(*inputs, targets_N, how, needs=(False, False, False))
-            ctx.save_for_backward(*inputs, targets_N)
+            losses, _ = _in_chunks(*inputs, own_targets, how, needs=(False, False, False))
+            ctx.save_for_backward(*inputs, own_targets)
+            losses_N: Tensor = _among_all_rows(losses, ctx)
+            if how.group is not None:
+                dist.all_reduce(losses_N, group=how.group)
             return losses_N.to(how.dtypes[-1])
-        losses_N, gradients = _in_chunks(*inputs, targets_N, how, needs=ctx.needs)
-        loss = losses_N.sum()
+        losses, gradients = _in_chunks(*inputs, own_targets, how, needs=ctx.needs)
+        loss = losses.sum()
+        if how.group is not None:
+            dist.all_reduce(loss, group=how.group)
         num_terms = None
         if how.reduction == "mean":
             num_terms = (targets_N != how.ignore_index).sum()
@@ -120,18 +146,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             problem = "does not support create_graph=True: a gradient that is differentiated again requires all logits"
             raise TrainingError("chunked_loss", True, problem, "Set chunked_loss=False")
-        if ctx.how.reduction == "none":
-            hidden_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
-            inputs = (hidden_ND, weight_VD, bias_V)
-            _, gradients = _in_chunks(*inputs, targets_N, ctx.how, needs=ctx.needs, factors_N=gradient)
-            return *gradients, None, None
+        how: LossOfLinear = ctx.how
+        if how.num_shares > 1:
+            gradient = gradient * how.num_shares
+        if how.reduction == "none":
+            hidden, weight_VD, bias_V, targets = ctx.saved_tensors
+            factors = gradient[how.own_rows(ctx.num_rows)]
+            _, gradients = _in_chunks(hidden, weight_VD, bias_V, targets, how, needs=ctx.needs, factors_N=factors)
+            return _among_all_rows(gradients.hidden, ctx), *gradients[1:], None, None
         *kept, num_terms = ctx.saved_tensors
-        factor = gradient.to(ctx.how.sum_dtype)
+        factor = gradient.to(how.sum_dtype)
         if num_terms is not None:
             factor = factor / num_terms.clamp(min=1)
         is_last = not torch_private.keeps_graph()  # no other backward pass reads the saved gradients
         times = Tensor.mul_ if is_last else Tensor.mul
-        return *(None if each is None else times(each, factor) for each in kept), None, None
+        of_hidden, *others = (None if each is None else times(each, factor) for each in kept)
+        return _among_all_rows(of_hidden, ctx), *others, None, None
+
+
+def _among_all_rows(own: Any, ctx: Any) -> Any:
+    """Return a tensor with all rows, in which the rows of other ranks are zero. None stays None."""
+    if own is None or ctx.how.group is None:
+        return own
+    found = own.new_zeros(ctx.num_rows, *own.shape[1:])
+    found[ctx.how.own_rows(ctx.num_rows)] = own
+    return found
 
 
 def _in_chunks(

@@ -1,12 +1,12 @@
-"""Logits that are computed only when an operation reads their values. Cross-entropy computes these logits in chunks.
+"""Logits that are computed only when an operation reads their values. Cross-entropy computes them in chunks.
 
 [Note: lazy logits]
-The output layer returns a tensor that has a shape, a dtype and a device, but no memory. The tensor stores references to
-the layer's input and weights. Between the layer and the loss, most models apply only operations that preserve the rows
-(``view(-1, V)``, ``[:, :-1]``, ``float()``). These operations are applied to the layer's input or are postponed.
-``F.cross_entropy`` then computes the logits in chunks. Any other operation on the tensor computes the full logits, and
-later operations reuse the full logits. The result is still correct if the full logits are computed, but the memory use
-is the same as without a chunked loss. If an operation selected rows, only the selected rows are computed.
+The output layer returns a tensor that has a shape, a dtype and a device, but no memory, and stores references to the
+layer's input and weights. Between the layer and the loss, most models apply only operations that preserve the rows
+(``view(-1, V)``, ``[:, :-1]``, ``float()``). These operations are applied to the layer's input or are postponed, and
+``F.cross_entropy`` then computes the logits in chunks. Any other operation on the tensor computes the full logits, or
+only the rows that an earlier operation selected, and later operations reuse them. The result is still correct, but the
+memory use is the same as without a chunked loss.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,6 +53,7 @@ class Output:
         dtype: dtype of the layer's matrix product.
         chunk_tokens: number of rows of logits in a chunk; None uses the default.
         use: record that all calls of the layer share.
+        group: ranks that call the layer with the same input; see :class:`LossOfLinear`.
         whole: the full logits; None until an operation requires them.
     """
 
@@ -61,6 +63,7 @@ class Output:
     dtype: torch.dtype
     chunk_tokens: int | None
     use: Use
+    group: dist.ProcessGroup | None = None
     whole: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -289,7 +292,7 @@ def _chunked_loss(
         # Autocast uses the same dtype for this operation.
         dtypes = (*dtypes, torch.promote_types(dtypes[-1], torch.float32))
     output.use.is_chunked = True
-    how = LossOfLinear(dtypes, output.chunk_tokens, reduction, ignore_index, label_smoothing)
+    how = LossOfLinear(dtypes, output.chunk_tokens, reduction, ignore_index, label_smoothing, output.group)
     is_trained = torch.is_grad_enabled() and output.is_grad_enabled and not rows.is_detached
     with torch.set_grad_enabled(is_trained):
         return linear_cross_entropy(rows.hidden, output.weight, output.bias, target, how)

@@ -1,19 +1,18 @@
 """Memory of a record on the device: a storage that is empty while the record is only in its tier.
 
 [Note: one storage]
-Operations save views of parameters for backward. These views refer to the storage of the parameter, so a parameter that
-leaves and returns must keep its storage. Only the memory of the storage is freed and allocated again. On the CPU, the
-memory of the storage is exchanged with the buffer of the tier, so no byte is copied. Allocation and copying would take
+Operations save views of parameters for the backward pass. These views refer to the storage of the parameter, so a
+parameter that leaves and returns must keep its storage; only the memory of the storage is freed and allocated again. On
+the CPU, this memory is exchanged with the buffer of the tier, so no byte is copied. Allocation and copying would take
 longer than reading from a disk, because the operating system clears each new page.
 
 [Note: copies of records]
 On an accelerator, records are copied on one stream. The device memory belongs to the stream that is current when it is
 allocated, which is the compute stream or a stream of ``fully_shard``. A copy to the device waits for the kernels that
 used this memory before, and kernels that read the memory wait for the copy. Before memory is freed, the stream to which
-the memory belongs waits for the last copy that uses the memory. Waiting for a copy to the host that has just started
-would delay the computation. Therefore, the memory of this copy is freed when the next record is brought to the device.
-If the tier has a buffer for each record, the buffers are not returned to the tier between uses, so the host never waits
-for a copy.
+it belongs waits for the last copy that uses it. Waiting for a copy to the host that has just started would delay the
+computation, so the memory of this copy is freed when the next record is brought to the device. If the tier has a buffer
+for each record, the buffers are not returned to the tier between uses, so the host never waits for a copy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Parameters that are on the device only during the computation of their region.
 
-The parameters of a region are brought to the device before its forward and before its backward pass. The backward pass
+The parameters of a region are copied to the device before its forward and before its backward pass. The backward pass
 begins when autograd reaches an output of the region or reads one of its saved tensors, whichever happens first. See
 [Note: when regions arrive and leave] in ``residency.py``.
 
-Under autocast, the first operation that reads a parameter creates a copy in lower precision. Autocast's cache and the
-graph keep this copy until backward. While a parameter is not on the device, the memory of its copy is freed. When the
-parameter returns, the copy is recomputed. The tensor object of the copy remains, so the graph is unchanged.
+Under autocast, the first operation that reads a parameter creates a copy in lower precision, which autocast's cache and
+the graph keep until the backward pass. While a parameter is not on the device, the memory of its copy is freed. When
+the parameter returns, the copy is recomputed in the same tensor object, so the graph is unchanged.
 """
 
 from __future__ import annotations

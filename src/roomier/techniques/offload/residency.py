@@ -1,10 +1,10 @@
-"""Moves regions to the device before they are used and back to the tier afterwards.
+"""Movement of regions to the device before they are used, and back to the tier afterwards.
 
 [Note: when regions arrive and leave]
-A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions
+A region is copied to the device when it is used. Then all other regions leave the device, with two exceptions: regions
 whose forward pass is running, and the region that is expected next, which is copied to the device in the background.
-The order of the regions is learned from the previous pass. A wrong expectation affects only the duration of the pass. A
-region whose parameters did not change leaves the device without a write to the tier.
+The expected order is the order of the regions in the previous pass. A wrong expectation affects only the duration of
+the pass. A region whose parameters did not change leaves the device without a write to the tier.
 
 [Note: parameters that are away]
 While a parameter is not on the device, its data is an expanded NaN (0 for an integer dtype) that uses no memory. Code
@@ -12,9 +12,9 @@ that reads the parameter gets NaN instead of accessing freed memory, and code th
 error. :class:`AbsentWatch` finds such code in the first forward pass.
 
 [Note: gradients in the tier]
-The gradients of a region leave the device after its backward pass. The gradients of later micro-batches are added on
-the device. The earlier sum is copied to the device, the new gradients are added, and the new sum is moved to the tier.
-The result equals the sum that autograd computes if gradients stay on the device.
+The gradients of a region leave the device after its backward pass. In later micro-batches, the earlier sum is copied
+back to the device, the new gradients are added, and the new sum is moved to the tier. The result equals the sum that
+autograd computes if gradients stay on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shards that ``fully_shard`` created and that are on the device only while they are all-gathered or updated.
 
-``fully_shard`` reads the shards of a unit only in the all-gather of the unit. It can start this all-gather before the
-forward or backward of the previous unit, so hooks of the module would run too late. Therefore, the method that starts
-the all-gather is wrapped to bring the shards to the device first.
+``fully_shard`` reads the shards of a unit only in the all-gather of the unit, which it can start before the forward or
+backward pass of the previous unit. Hooks of the module would run too late. The method that starts the all-gather is
+therefore wrapped to copy the shards to the device first.
 """
 
 from __future__ import annotations

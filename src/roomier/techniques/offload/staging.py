@@ -1,13 +1,13 @@
 """Transfer (staging) of records between a tier and the device.
 
 [Note: order of the copies]
-On an accelerator, one stream copies records from the host, and another stream copies records to the host, so both
-directions of the link are used at the same time. Device memory belongs to the compute stream. A copy to the device
-waits for the kernels that used this memory before, and the compute stream waits for the copy before kernels read the
-memory. When a record has been brought to the device, the copy of the next expected record begins and runs during the
-update of the first record. A copy to the host waits for the update. The device memory of the copied record is freed
-when the next copy to the host begins, after the compute stream waits for the earlier copy. The host does not wait for
-copies. If the tier is a disk, the threads of the tier wait for the copies.
+On an accelerator, one stream copies records from the host, and another copies records to the host, so both directions
+of the link are used at the same time. Device memory belongs to the compute stream. A copy to the device waits for the
+kernels that used this memory before, and the compute stream waits for the copy before kernels read the memory. When a
+record has arrived on the device, the copy of the next expected record begins and runs during the update of the first. A
+copy to the host waits for the update. The device memory of the copied record is freed when the next copy to the host
+begins, after the compute stream waits for the earlier copy. The host does not wait for copies. If the tier is a disk,
+the threads of the tier wait for them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Optimizer states that leave the device between the updates of their unit.
 
 [Note: states away from the device]
-The states of a unit are one record of a tier. Before an update, the record is brought to the device, and
-``optimizer.state`` contains views of it. After the update, the record is sent to the tier, and ``optimizer.state``
-contains tensors on the meta device. Code that reads these tensors fails instead of reading wrong values.
-:meth:`OffloadedStates.settle` replaces the meta tensors with tensors that are mapped to the records in the tier. Code
-that reads ``optimizer.state`` between steps, such as the code that saves a checkpoint, calls this method first. Such
-code then reads the tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the
+The states of a unit are one record of a tier. Before an update, the record is copied to the device, and
+``optimizer.state`` contains views of it. After the update, the record is copied to the tier, and ``optimizer.state``
+contains tensors on the meta device, so code that reads them fails instead of reading wrong values. Code that reads
+``optimizer.state`` between steps, such as the code that saves a checkpoint, must first call
+:meth:`OffloadedStates.settle`, which replaces the meta tensors with tensors that are mapped to the records in the tier.
+It then reads the tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the
 optimizer created them.
 
 The optimizer creates the states in its first update. The layout of a record is determined after this update, or after a
@@ -16,9 +16,9 @@ The states of a checkpoint are read into the records in the tier (:meth:`Offload
 additional memory.
 
 [Note: two records per unit]
-A speculative update must be reversible. Therefore, each unit has two records. An update reads one record and writes the
-other record. The new record also contains the weights before the update. To accept the speculation, the new record
-becomes the current record. To reject the speculation, the weights are copied back, and the old record remains current.
+A speculative update must be reversible, so each unit has two records. An update reads one record and writes the other,
+together with the weights before the update. To accept the speculation, the new record becomes the current record. To
+reject it, the weights are copied back, and the old record remains current.
 """
 
 from __future__ import annotations

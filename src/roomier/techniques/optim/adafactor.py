@@ -2,18 +2,17 @@
 
 [Note: Adafactor on shards]
 Shazeer and Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost". ``torch.optim.Adafactor``
-stores the mean squares of the rows and columns of a matrix instead of a second moment. The step of torch's Adafactor
-reads norms of full matrices, but torch 2.13 lacks the required DTensor operations. This class has the same options,
-state names and arithmetic as torch's class, but processes one shard at a time. Four values depend on the rows of all
-ranks:
+stores the mean squares of the rows and columns of a matrix instead of a second moment. Its step reads norms of full
+matrices, for which torch 2.13 lacks the required DTensor operations. This class has the same options, state names and
+arithmetic, but processes one shard at a time. Four values depend on the rows of all ranks:
 
     column means, sum of the row means, norm of the weight      one all-reduce for all parameters
     norm of the update                                          a second all-reduce
 
 The update is computed twice, before and after its norm is known, so the temporaries have the size of one shard. The
-scaling factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows of the
-parameter. Column means of a matrix are replicated on every rank. For a tensor with more than two dimensions, torch
-factorizes the last two dimensions, so the row and column means are both sharded in dimension 0.
+scaling factors stay on the device, so a step does not wait for it. Row means are sharded like the rows of the
+parameter, and the column means of a matrix are replicated on every rank. For a tensor with more than two dimensions,
+torch factorizes the last two dimensions, so the row and column means are both sharded in dimension 0.
 """
 
 from __future__ import annotations

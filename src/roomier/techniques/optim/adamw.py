@@ -10,9 +10,9 @@ The formulas use ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gr
     w = w * (1 - lr * weight_decay) - lr * sqrt(c2) / c1 * q
 
 These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv
-1711.05101, Algorithm 2). The only difference is that ``r`` and ``q`` are rounded when they are stored. On a CPU, the
-step runs in place, on as many rows at a time as fit in the cache. On CUDA, the step is compiled to a few kernels over
-full parameters.
+1711.05101, Algorithm 2), except that ``r`` and ``q`` are rounded when they are stored. On a CPU, the step runs in
+place, on as many rows at a time as fit in the cache. On CUDA, the step is compiled to a few kernels over full
+parameters.
 
 [Note: cautious updates]
 Liang et al. 2024, "Cautious Optimizers: Improving Training with One Line of Code" (arXiv 2411.16085), Algorithm 2: an

@@ -9,25 +9,25 @@ represents::
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
-``R`` and ``Q`` are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error in ``q``
+``R`` and ``Q`` are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding: an error in ``q``
 is a fraction of the largest step in the block, and an error in ``r`` changes both parts of ``m / r`` equally. If ``m``
 and ``r`` had separate codes, rounding ``m`` up and ``r`` down would cause steps of many times the learning rate. In a
-block with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a
-large step at its next gradient.
+block with a nonzero root, no root is rounded to zero, so an element without recent gradients does not make a large step
+at its next gradient.
 
-Rounding requires a root and a product but no table, so rounding is as fast as the other parts of a step.
+Rounding requires a root and a product, but no table, so it is as fast as the other parts of a step.
 
 [Note: dither]
 A second moment changes by about 1/1000 per step (``beta2 = 0.999``), but adjacent codes differ by about 1/100 (8 bits)
-or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore, a number ``x``, in units of codes, is
+or 1/4 (4 bits), so with rounding to nearest, codes would never change. A number ``x``, in units of codes, is therefore
 rounded to ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps. The frequency of rounding up
-equals the distance of ``x`` from the code below. ``u`` consists of fractional parts of multiples of the golden ratio,
-shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and Quasi-Monte Carlo
-Methods", 1992, chapter 3). ``u`` depends only on step and column, so a resumed run and any number of ranks round
+then equals the distance of ``x`` from the code below. ``u`` consists of fractional parts of multiples of the golden
+ratio, shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and Quasi-Monte
+Carlo Methods", 1992, chapter 3). It depends only on step and column, so a resumed run and any number of ranks round
 identically. Numbers that a code represents exactly, such as zero and the maximum of a block, do not change.
 
 [Note: blocks]
-A block is part of one row (dimension 0) and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
+A block is a part of one row (dimension 0) with about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
 sharded by rows, so a block never spans two ranks.
 """
 

@@ -2,7 +2,7 @@
 
 [Note: no bias correction]
 DeepSpeed and Apex have Adam without bias correction (``bias_correction=False``). torch's kernels always correct the
-bias, but the corrections ``1 - beta**step`` are exactly 1 for a large step count. Therefore, the states start with a
+bias, but the corrections ``1 - beta**step`` are exactly 1 for a large step count. The states therefore start with a
 step count of 2**24, which a float32 counter does not exceed.
 """
 

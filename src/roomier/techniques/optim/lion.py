@@ -6,7 +6,7 @@ Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06
     x = x - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * x)
     m = beta2 * m + (1 - beta2) * g
 
-Apart from weight decay, each step changes a weight by ``lr``, or not at all if the sign is 0. Therefore, the paper uses
+Apart from weight decay, each step changes a weight by ``lr``, or not at all if the sign is 0. The paper therefore uses
 a learning rate that is 3 to 10 times smaller than AdamW's, and a weight decay that is larger by the same factor
 (section 5).
 """

@@ -2,18 +2,17 @@
 
 [Note: Muon]
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum of a matrix
-after a transformation that sets all singular values close to 1. The transformation runs ``ns_steps`` rounds of a
-Newton-Schulz iteration in bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in
-``torch.optim.Muon``, and results are bitwise equal. The update has singular values near 1 for any gradient, so Muon's
-learning rate has a different scale than AdamW's learning rate. The default ``adjust_lr_fn="match_rms_adamw"`` scales
-updates to the size of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that Muon
-and AdamW can use the same learning rate and schedule.
+after ``ns_steps`` rounds of a Newton-Schulz iteration in bfloat16, which sets all singular values close to 1. Option
+names and defaults (except ``adjust_lr_fn``) are the same as in ``torch.optim.Muon``, and results are bitwise equal.
+Because the singular values are near 1 for any gradient, Muon's learning rate has a different scale than AdamW's. The
+default ``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's updates (Liu et al. 2025, "Muon is
+Scalable for LLM Training", section 2.2), so that both can use the same learning rate and schedule.
 
 [Note: sharded matrices]
-The Newton-Schulz iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one
+The Newton-Schulz iteration requires the full matrix. The momentum stays sharded, and the updates are all-gathered one
 matrix at a time, in the dtype of the gradient. Every rank runs the iteration on the full update and applies the rows of
-its shard. The result on several ranks equals the result of a single rank. Compared to replicas (ddp), the iteration
-takes the same time, but each matrix requires one additional all-gather.
+its shard, so the result equals the result of a single rank. Compared to replicas (ddp), the iteration takes the same
+time, but each matrix requires one additional all-gather.
 """
 
 from __future__ import annotations

@@ -3,28 +3,31 @@
 [Note: 1-bit Adam]
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (arXiv
 2102.02888), Algorithm 1. For the first ``freeze_step`` steps, the algorithm is Adam on gradients that are averaged in
-full precision. After these steps, the variance ``v`` is frozen, and rank ``i``, whose local gradient is ``g_i``, sends
-only the momentum, as signs ``C[.]``:
+full precision. Afterwards, the variance ``v`` is frozen, and rank ``i``, whose local gradient is ``g_i``, sends only
+the momentum, as signs ``C[.]``:
 
     m_i = beta1 * m + (1 - beta1) * g_i
     c_i = C[m_i + e_i];                  e_i = m_i + e_i - c_i         each rank, with its error e_i
     m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
     x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-The paper leaves the following details open or defines them differently. Both moments have the bias correction of
-torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous. Weight decay
-is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block (see
-[Note: which scale]). The code represents all elements of a block with the same absolute value. Therefore, a frozen
-variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. Without this lower bound, an element
-with a variance near zero (the row of a rare token) would make large steps because of the noise of its neighbors.
+The paper leaves the following details open or defines them differently:
+
+- Both moments have the bias correction of torch's Adam. ``v`` retains the correction of the step at which it was
+  frozen, so updates are continuous.
+- Weight decay is decoupled, as in AdamW.
+- Each block has a scale, which is the mean of the absolute values in the block (see [Note: which scale]).
+- A frozen variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. The code represents all
+  elements of a block with the same absolute value, so without this lower bound, an element with a variance near zero
+  (the row of a rare token) would make large steps because of the noise of its neighbors.
 
 [Note: bytes per rank]
-On N ranks, a parameter requires the following bytes in addition to its fp32 weight (4) and gradient (4). Before the
-freeze: 8/N (both moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them),
-and one bucket of messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``),
-4/N for ``s``, 0.16 for ``m``, which is stored in compressed form, and 0.31 for messages within a step. Each rank
-applies the full update, so weights, ``e`` and the denominator cannot be sharded. An all-gather of sharded weights would
-cost more traffic than the signs save.
+On N ranks, a parameter requires memory in addition to its fp32 weight (4 bytes) and gradient (4). Before the freeze,
+this is 8/N for both moments of this rank's shard (the owner updates the weights of its shard, and all ranks gather
+them), and one bucket of messages. After the freeze, it is 4 for ``e``, 4 for the frozen denominator (2 with
+``rounds_variance``), 4/N for ``s``, 0.16 for ``m``, which is stored in compressed form, and 0.31 for messages within a
+step. Each rank applies the full update, so weights, ``e`` and the denominator cannot be sharded: an all-gather of
+sharded weights would cost more traffic than the signs save.
 
 [Note: which scale]
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale minimizes
@@ -35,8 +38,8 @@ values of norms, embeddings and large matrices differ in magnitude, so a shared 
 
 [Note: shards]
 A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
-elements. The last shards can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor. The bits of all
-tensors come first, followed by the scales of all tensors. In the code, a shard is padded to full blocks.
+elements, of which the last can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits of
+all tensors, then the scales of all tensors. In the code, a shard is padded to full blocks.
 """
 
 from __future__ import annotations

@@ -5,18 +5,18 @@ the new weight is rounded to nearest. Two methods prevent this loss, the first e
 
 [Note: split]
 The 16 low bits of each weight are stored separately, as a signed integer tensor of the same shape. The weight is
-rounded to nearest, with ties *away* from zero. The bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
-is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. If ties were rounded to
-even, as in a cast, a remainder of half a step would represent two numbers. Every NaN is restored as the default NaN,
-and a number that rounds beyond the largest bfloat16 number is infinite in the weight but is restored exactly.
+rounded to nearest, with ties *away* from zero, so its bits are ``(bits + 0x8000) >> 16``, and the remainder is in
+``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. If ties were rounded to even,
+as in a cast, a remainder of half a step would represent two numbers. Every NaN is restored as the default NaN, and a
+number that rounds beyond the largest bfloat16 number is infinite in the weight but is restored exactly.
 
 [Note: stochastic]
 16 random bits are added to the float32 number before the lower half is truncated. The probability of rounding up is the
-distance from the next lower bfloat16 number, as a fraction of the distance between adjacent bfloat16 numbers.
-Therefore, the mean of many roundings equals the float32 number. The random bits are a hash of the element's position in
-the *unsharded* tensor and of a key (:func:`noise_key`), which is computed from seed, step and parameter index.
-Checkpoints do not contain the state of a generator. A resumed run uses the same random bits, and each rank uses the
-same bits for its shard as a single process. Replicas of a parameter stay identical.
+distance from the next lower bfloat16 number, as a fraction of the distance between adjacent bfloat16 numbers, so the
+mean of many roundings equals the float32 number. The random bits are a hash of the element's position in the
+*unsharded* tensor and of a key (:func:`noise_key`), which is computed from seed, step and parameter index. Checkpoints
+therefore contain no generator state, a resumed run uses the same random bits, and each rank uses the same bits for its
+shard as a single process. Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations

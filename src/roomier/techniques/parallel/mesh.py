@@ -3,9 +3,9 @@ shard.
 
 [Note: one mesh]
 torch caches the result types of operators on DTensors and treats meshes of equal shape as equal. After a second mesh of
-the same shape is created, a cached result can still refer to the first mesh. A dry run on one rank clears only the
-cache of this rank. The ranks would then communicate in the process groups of different meshes, and hang. Therefore, all
-runs of a process group use the same mesh.
+the same shape is created, a cached result can still refer to the first mesh. If a dry run clears the cache of only one
+rank, the ranks would communicate in the process groups of different meshes, and hang. All runs of a process group
+therefore use the same mesh.
 """
 
 from typing import Any
@@ -14,25 +14,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from roomier.core import torch_private
-
-REPLICATE, SHARD = "replicate", "shard"
+from roomier.core.mesh import REPLICATE, SHARD, Mesh
 
 _group: Any = None  # process group to which the cached meshes belong
 _meshes: dict[tuple[str, int, int], DeviceMesh] = {}
 
 
-def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
+def make_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
     """Return the mesh with the dimension ``shard``, or with ``replicate`` and ``shard`` if there are several replicas.
 
-    Consecutive ranks share a replica, because they are usually on the same node. The mesh is created once for the
-    default process group; see [Note: one mesh].
+    The mesh is created once for the default process group; see [Note: one mesh].
 
     Args:
         device_type: device type of the tensors, such as ``"cpu"`` or ``"cuda"``.
-        num_ranks: number of ranks in the run.
-        num_shards: number of ranks that share a replica.
+        mesh: arrangement of the ranks.
     """
     global _group
+    num_ranks, num_shards = mesh.world.size, mesh.shards.size
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run
         return _create(device_type, num_ranks, num_shards)
     if dist.group.WORLD is not _group:

@@ -3,18 +3,18 @@
 [Note: headers]
 Ranks match collectives by their order. If ranks run different modules or have gradients of different parameters,
 collectives would combine shards of different parameters, or gloo would abort the process because the sizes of the
-messages differ. Therefore, each pairwise collective also sends a header of a few bytes, which states the unit
-and, for a reduction, the parameters with a gradient. The payloads of different headers have different tags, so gloo
-does not match them, and a rank that receives a different header raises an error. Headers and payloads are sent at the
-same time, so headers add no latency. The last collective of a step is the reduction of the root unit or, if the root
-unit has no gradient, a header alone. Without it, a rank with an additional collective would wait for a rank that has
-completed its backward pass.
+messages differ. Each pairwise collective therefore also sends a header of a few bytes, which states the unit and, for a
+reduction, the parameters with a gradient. The payloads of different headers have different tags, so gloo does not match
+them, and a rank that receives a different header raises an error. Headers and payloads are sent at the same time, so
+headers add no latency. The last collective of a step is the reduction of the root unit or, if the root unit has no
+gradient, a header alone. Without it, a rank with an additional collective would wait for a rank that has completed its
+backward pass.
 
 [Note: a fixed order]
 With ``find_unused_parameters``, ranks may skip units. Every rank then runs the collectives of all units in the order of
-the network: it also all-gathers units that its forward pass skips, and reduces zeros for them in backward. One
-reduction per step determines the parameters that have a gradient on any rank. The gradients of all other parameters
-are removed, so that optimizers skip these parameters as in a single process.
+the network: it also all-gathers units that its forward pass skips, and reduces zeros for them in the backward pass. One
+reduction per step determines the parameters that have a gradient on any rank. The gradients of all others are removed,
+so that optimizers skip these parameters as in a single process.
 """
 
 from __future__ import annotations

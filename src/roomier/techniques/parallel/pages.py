@@ -1,12 +1,12 @@
 """Parameters that each rank stores as a shard. Initialization code can fill these parameters like full tensors.
 
 [Note: pages]
-Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. This code fills the
-tensors from one random number generator, and slices, copies and decomposes the tensors. This module provides full
-tensors one at a time. The first operation on a paged parameter opens its page. The full tensor then exists, and the
-operation runs on this tensor. When the page of the next parameter is opened, the rank retains its shard of the previous
-parameter and frees the full tensor. The same kernels run as in a single process, so the ranks sample the same random
-numbers in the same order. At any time, a rank stores its shards and the full tensors of one operation.
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors: it fills them from
+one random number generator, and slices, copies and decomposes them. This module provides full tensors one at a time.
+The first operation on a paged parameter opens its page, which creates the full tensor, and all operations run on this
+tensor. When the page of the next parameter is opened, the rank retains its shard of the previous parameter and frees
+the full tensor. At any time, a rank therefore stores only its shards and the full tensors of one operation. The same
+kernels run as in a single process, so the ranks sample the same random numbers in the same order.
 
 A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
 All ranks run the same code, so they all-gather the same pages in the same order.

@@ -1,9 +1,9 @@
 """Search for layers whose weight another module reads without calling the layer.
 
 ``fully_shard`` all-gathers the weights of a unit when the ``forward`` of the unit is called. A weight that another
-``forward`` reads as ``self.table.weight`` must belong to a unit that is already unsharded when the weight is read. The
-layers are found in the bytecode of the ``forward`` methods and of the methods that they call. For example, DeBERTa
-reads its table of relative positions in this way.
+``forward`` reads as ``self.table.weight``, as DeBERTa reads its table of relative positions, must therefore belong to a
+unit that is already unsharded at this time. Such layers are found in the bytecode of the ``forward`` methods and of the
+methods that they call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DDP: every rank stores the full model, and gradients are averaged during backward."""
+"""DDP: every rank stores the full model, and gradients are averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class Replicas(Parallel):
 
     [Note: parameters without a gradient]
     When DDP is constructed, an option states whether some parameters may receive no gradient. With this option, DDP
-    checks for such parameters in every step, which takes time. Therefore, the first step runs without DDP. The
-    gradients of the first step are averaged directly. This average shows which parameters have no gradient. DDP is
-    constructed at the start of the second step, so its buckets never exist at the same time as the gradients of the
-    first step. DDP checks for unused parameters in every step if a parameter was unused in the first step, or if
-    ``find_unused_parameters`` is set. Otherwise, an unused parameter in a later step raises an error that names the
-    parameter.
+    checks for such parameters in every step, which takes time. The first step therefore runs without DDP, and its
+    gradients are averaged directly, which shows the parameters that have no gradient. DDP is constructed at the start
+    of the second step, so its buckets never exist at the same time as the gradients of the first step. DDP checks for
+    unused parameters in every step if a parameter was unused in the first step, or if ``find_unused_parameters`` is
+    set. Otherwise, an unused parameter in a later step raises an error that names the parameter.
 
     Args:
         network: model with the same values on every rank.
@@ -260,7 +259,7 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 
 
 class OwnGradients(Parallel):
-    """Strategy without gradient communication in backward. The optimizer communicates instead (1-bit Adam).
+    """Strategy without gradient communication in the backward pass. The optimizer communicates instead (1-bit Adam).
 
     Every rank stores the full model and the gradients of its own batches.
 

@@ -5,8 +5,8 @@ ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gra
 (stage 3) across ranks. With ``fully_shard``, a stage is the combination of two choices:
 
 - *When gradients are reduced*: once per optimizer step (stage 1), or after every micro-batch (stages 2 and 3).
-- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after the forward pass of each block (stage
-  3). In stage 3, backward runs another all-gather.
+- *When unsharded parameters are freed*: after the backward pass (stages 1 and 2), or after the forward pass of each
+  block (stage 3). In stage 3, backward runs another all-gather.
 
 [Note: units]
 A unit is a set of parameters that one collective all-gathers. Blocks and large layers outside the blocks (an embedding,
@@ -14,16 +14,16 @@ the output layer) are units, unless they share a tensor with other modules. All 
 unit, which stays unsharded during the step.
 
 [Note: two dtypes in mixed precision]
-Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32.
+Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32, whereas
 ``MixedPrecisionPolicy`` alone would cast all parameters of a unit to 16 bits. To match autocast on a single device, the
-weights of matrix products are all-gathered in 16 bits. The embeddings and norms of the block are a separate unit, which
-is all-gathered in float32. The hooks and collectives of each unit have a fixed cost. Therefore, these embeddings and
-norms belong to the root unit if they are only a small fraction of the block.
+weights of matrix products are all-gathered in 16 bits, and the embeddings and norms of the block are a separate unit,
+which is all-gathered in float32. The hooks and collectives of each unit have a fixed cost, so embeddings and norms that
+are only a small fraction of the block belong to the root unit instead.
 
 [Note: parameters without a dimension]
 A learned scalar, such as the temperature of CLIP, has no dimension that could be sharded, and sharding would save no
-memory. A learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates.
-This module sums the gradient of each such parameter over the ranks once per step, as DDP does. DTensor treats tensors
+memory. It is therefore excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This
+module sums the gradient of each learned scalar over the ranks once per step, as DDP does. DTensor treats tensors
 without a dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
 """
 
@@ -46,9 +46,9 @@ from roomier.api.blocks import num_elements_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.core.mesh import REPLICATE, SHARD
 from roomier.core.tree import map_tensors, tensors
 from roomier.techniques.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
-from roomier.techniques.parallel.mesh import REPLICATE, SHARD
 from roomier.techniques.parallel.order import Order
 from roomier.techniques.parallel.parallel import Parallel, StepRunner
 from roomier.techniques.parallel.read_weights import layers_read_by_others
@@ -91,7 +91,7 @@ class Sharding:
             If so, gradients are averaged over the ranks instead of summed.
         is_pairwise: if True, use the point-to-point collectives of :mod:`roomier.techniques.parallel.collectives`.
         is_sequential: if True, do not start an all-gather before its unit is needed. Pairwise reductions complete
-            before backward continues.
+            before the backward pass continues.
     """
 
     mesh: DeviceMesh

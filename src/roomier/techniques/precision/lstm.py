@@ -2,9 +2,9 @@
 
 [Note: LSTM under autocast]
 Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors without checking that oneDNN has a kernel for
-this dtype and processor. If oneDNN has no such kernel, the call raises "could not create a primitive descriptor". This
-error occurs in bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on
-every processor. In torch's LSTM, matrix products run in 16 bits, but gates and states are in float32.
+this dtype and processor. Otherwise, the call raises "could not create a primitive descriptor", in bfloat16 on
+processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on every processor, with matrix
+products in 16 bits and gates and states in float32.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Host memory of the tiers. The memory is aligned for direct I/O, and pinned if an accelerator copies from or to it.
 
 [Note: sizes of pinned allocations]
-torch rounds each pinned allocation up to a power of two. One allocation for all records could therefore have almost
-twice the size of the records. :func:`record_memory` divides the records among allocations whose sizes are powers of
-two.
+torch rounds each pinned allocation up to a power of two, so one allocation for all records could have almost twice the
+size of the records. :func:`record_memory` instead divides the records among allocations whose sizes are powers of two.
 
 [Note: memory in forked processes]
 Direct I/O into private memory corrupts data if the process forks during the transfer (Linux, ``open(2)``). Memory that
 is not pinned is therefore not copied to forked processes (``MADV_DONTFORK``).
 
 [Note: memory of tiers]
-Some tensors, such as parameters that exchanged their memory with a buffer, share the memory of a buffer or of a mapped
-file. Code that measures memory counts a buffer once and does not count mapped files, which are in the page cache.
+Some tensors share the memory of a buffer or of a mapped file, such as parameters that exchanged their memory with a
+buffer. Code that measures memory counts a buffer once and does not count mapped files, which are in the page cache.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Each buffer has one of four states:
 - leaving: its write is queued or running.
 
 Free buffers are filled with the expected records, in the expected order. A record that the caller holds is not read,
-because the caller can still write the record. If the caller takes an unexpected record while no buffer is free or
-leaving, the buffer of the last expected record is used. The last expected record is then read again later.
+because the caller can still write to it. If the caller takes an unexpected record while no buffer is free or leaving,
+it receives the buffer of the last expected record, which is read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
 any time, at most one large record is in a buffer.

@@ -1,25 +1,25 @@
 """File of one rank that stores offloaded data during a run.
 
 [Note: direct I/O]
-With ``O_DIRECT``, the disk reads and writes the buffers directly. The kernel neither copies the data nor retains the
-data in its page cache, where the data would replace useful pages. Positions, sizes and addresses must be multiples of
-the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
+With ``O_DIRECT``, the disk reads and writes the buffers directly. The kernel neither copies the data nor retains it in
+its page cache, where it would replace useful pages. Positions, sizes and addresses must be multiples of the block size.
+File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
 
 [Note: page sums]
-A scratch file is on a disk that other programs use, and its content replaces memory. If a byte changes, training would
-therefore continue with wrong numbers. The checksum of a page of 4096 bytes is the sum of its 64-bit words, folded to 32
-bits. A random change remains undetected with a probability of about 2**-32. The sum is computed on each chunk of a
-transfer, while the chunk is in the cache of the processor. There, numpy adds 25 GB/s, but on the same machine, zlib's
-CRC-32 processes only 2 GB/s, which is slower than many disks.
+A scratch file replaces memory, but is on a disk that other programs use. If a byte changed, training would continue
+with wrong numbers, so each page of 4096 bytes has a checksum: the sum of its 64-bit words, folded to 32 bits. A random
+change remains undetected with a probability of about 2**-32. The sum is computed on each chunk of a transfer, while the
+chunk is in the cache of the processor. There, numpy adds 25 GB/s, whereas on the same machine, zlib's CRC-32 processes
+only 2 GB/s, which is slower than many disks.
 
-The checksums use 4 bytes of host memory for each page (1 MiB for 1 GiB). Code can write to a record through a mapping
-of the file. If the modification time of the file shows such a write, the checksums of all mapped records are dropped.
-They exist again after the next write, which is in the next step unless the weights are frozen.
+The checksums use 4 bytes of host memory for each page (1 MiB for 1 GiB). Code can also write to a record through a
+mapping of the file. If the modification time of the file shows such a write, the checksums of all mapped records are
+dropped. They are computed again at the next write, which is in the next step unless the weights are frozen.
 
 [Note: one reader and one writer]
 One thread reads and one thread writes. More threads would lower the total bandwidth of a disk, because large direct
-transfers already use the full bandwidth. The writer completes its jobs in order. If an earlier job writes the same
-bytes, a read waits until this write is complete.
+transfers already use the full bandwidth. The writer completes its jobs in order, and a read waits until earlier writes
+of the same bytes are complete.
 """
 
 from __future__ import annotations

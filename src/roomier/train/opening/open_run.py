@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from roomier.api.engine import Engine, StepHooks
@@ -18,7 +19,8 @@ from roomier.api.hooks import HookTable
 from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.device.rng import separate_rng
+from roomier.core.device.events import Events
+from roomier.core.device.rng import rng_state, separate_rng, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.engine.build import build
@@ -28,6 +30,7 @@ from roomier.engine.materialise import built_in_parts
 from roomier.engine.optimizers import ConfigureOptimizers, configure
 from roomier.loggers.group import LoggerGroup, choosing_their_folders
 from roomier.plan import Plan
+from roomier.run.logged.metric_state import gather_from_data_ranks
 from roomier.run.logged.results import Results
 from roomier.run.options import DEFAULT_MAX_EPOCHS
 from roomier.run.progress import Progress
@@ -44,6 +47,7 @@ from roomier.train.opening.notices import (
     report_evaluation_mode,
     report_validation_at_unknown_end,
 )
+from roomier.train.opening.region import region_of
 from roomier.train.saving.restore import restore, restore_first_weights, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
 from roomier.train.settling.checks import check_modes
@@ -93,12 +97,16 @@ def open_run(
         return configure(plan, module, settled.num_steps, blocks) if request.is_fit else Configured()
 
     facts = facts_of(plan, module, ranks)
+    if plan.parallel.context_parallel_size > 1:
+        facts = replace(facts, region=region_of(settled, module, facts))
     settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
     engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)
         hooks = HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked)
+        if not ranks.is_alone:
+            gather_from_data_ranks(module, ranks)
         if plan.offload.optimizer_states != "none":
             hooks.complete_updates_before(engine.complete_updates)
         fitted, called = request.fitted, tuple(loggers) if ranks.is_zero else ()
@@ -114,7 +122,14 @@ def open_run(
             stop=stop or GracefulStop(),
             batches=batches_of_fit(settled, module) if request.is_fit else _batches_of_evaluation(settled),
             progress=Progress() if request.is_fit or fitted is None else fitted.progress,
+            events=_events_of(settled, engine.device) if request.is_fit and plan.batch.seeding == "events" else None,
         )
+
+
+def _events_of(settled: Settled, device: torch.device) -> Events:
+    ranks = settled.ranks
+    seed = ranks.from_zero(torch.initial_seed() % 2**63)
+    return Events(seed, device, data_rank=ranks.data.world.rank, coordinate=ranks.peers.world.rank)
 
 
 @contextmanager
@@ -207,7 +222,9 @@ def start_fit(run: Run) -> None:
     if run.batches.evaluated and num_batches and run.progress.global_step == 0:
         sanity_check(run, num_batches)
     if run.now.random_state is None:  # until here, random states are equal, so all ranks build identical models
-        separate_rng(run.ranks.world.rank)
+        if not run.ranks.peers.is_alone:  # an unseeded run
+            set_rng_state(run.ranks.peers.from_zero(rng_state()))
+        separate_rng(run.ranks.data.world.rank)
 
 
 def end_fit(run: Run) -> None:

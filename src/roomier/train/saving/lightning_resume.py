@@ -1,12 +1,12 @@
 """Resume from a Lightning checkpoint: weights, optimizers, schedulers, position and callbacks.
 
 [Note: a checkpoint of Lightning]
-Lightning saves a checkpoint from within hooks, so the checkpoint may be written at a point where roomier has no save
-point. After the last batch of an epoch, Lightning has already stepped the schedulers that step by epoch, but has not
-ended the epoch. If the checkpoint was saved at this point, the run continues with the next epoch. Within an epoch, the
-file contains the number of completed batches, but no position in the data. The run skips these batches, so it reads the
-same data as an uninterrupted run. (When Lightning resumes a run, the loader starts from the beginning, unless the
-loader has a state.) The file contains neither random states nor metrics of the current epoch.
+Lightning saves a checkpoint from within hooks, so it may be written at a point where roomier has no save point. After
+the last batch of an epoch, Lightning has already stepped the schedulers that step by epoch, but has not ended the
+epoch; from such a checkpoint, the run continues with the next epoch. Within an epoch, the file contains the number of
+completed batches, but no position in the data. The run skips these batches, so it reads the same data as an
+uninterrupted run. (When Lightning resumes a run, the loader starts from the beginning, unless the loader has a state.)
+The file contains neither random states nor metrics of the current epoch.
 
 Every rank maps the file to memory and reads only its shards of the tensors.
 """
@@ -242,7 +242,7 @@ def _position_setter(run: Run, position: LoopPosition) -> Callable[[], None]:
 
 
 def _report_position_within_epoch(run: Run, batch_idx: int) -> None:
-    num_ranks, size = run.ranks.world.size, run.plan.batch.accumulate_grad_batches
+    num_ranks, size = run.ranks.data.world.size, run.plan.batch.accumulate_grad_batches
     if batch_idx and num_ranks > 1:
         notice(
             f"the checkpoint was saved after batch {batch_idx} of an epoch and does not contain the number of ranks. "

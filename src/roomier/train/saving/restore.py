@@ -3,7 +3,6 @@ weights of a model, from safetensors files or from a checkpoint."""
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ from roomier.core.device.rng import check_rng_state, preserved_rng, rng_state, s
 from roomier.core.errors import CheckpointError, RoomierError, TrainingError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
-from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.core.tree import to_device
 from roomier.data.position import check_generators
@@ -41,6 +39,7 @@ from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
 from roomier.run.settled import FirstWeights
+from roomier.storage.remote_path import RemotePath
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.adapters.lora import as_keyword
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
@@ -81,18 +80,17 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         if not best_path:
             problem = "no ModelCheckpoint of this Trainer has a best checkpoint"
             raise CheckpointError("ckpt_path", "best", problem, "Pass the path of a checkpoint")
-        return Path(best_path)
+        return at_home(best_path)
     if not isinstance(ckpt_path, (str, Path)):
         raise CheckpointError("ckpt_path", ckpt_path, "must be a path", "Pass a checkpoint, 'last' or 'best'")
-    check_path("ckpt_path", ckpt_path, CheckpointError)
-    path = at_home(ckpt_path)
+    path = at_home(ckpt_path, "ckpt_path")
     refuse_deepspeed_checkpoint("ckpt_path", path)
     return path
 
 
 def _newest(root: Path) -> Path | None:
     folders = sorted(root.glob(f"{PREFIX}*/checkpoints"))
-    for folder in folders:
+    for folder in () if isinstance(root, RemotePath) else folders:
         with suppress(OSError):  # removal is optional, and another user may own the folder
             checkpoint.clear_stale(folder)
     unusable = None
@@ -101,7 +99,7 @@ def _newest(root: Path) -> Path | None:
     except NoUsableCheckpointError as error:
         found, unusable = None, error
     files = [path for folder in folders for path in folder.glob("[!.]*") if is_lightning_file(path)]
-    found = found or max(files, key=os.path.getmtime, default=None)
+    found = found or max(files, key=lambda each: each.stat().st_mtime, default=None)
     if found is None:
         if unusable is not None:
             raise CheckpointError("ckpt_path", "last", unusable.problem, _START_ANEW)
@@ -109,7 +107,7 @@ def _newest(root: Path) -> Path | None:
         return None
     if unusable is not None:
         notice(f"ckpt_path='last': {unusable.problem}; using {found}")
-    for folder in folders:
+    for folder in () if isinstance(root, RemotePath) else folders:
         with suppress(OSError):
             set_aside_incomplete(folder)
     return found
@@ -218,8 +216,10 @@ def restore(run: Run, path: Path) -> None:
     put_changed(run.engine.optimizers, state["optimizers"], changed)
     run.engine.load(state)
     run.progress.load(state["progress"])
+    if run.events is not None and "seeding" in state:  # a run with other seeds did not store its seed
+        run.events.seed = state["seeding"]["seed"]
     device = run.engine.device
-    load_metric_states(run.module, state["metrics"], run.ranks.world)
+    load_metric_states(run.module, state["metrics"], run.ranks.data.world)
     run.results.load(state["results"], metrics_of(run.module), lambda value: to_device(value, device))
     run.source.load_state_dict(state["data"])
     _restore_schedulers(run, stored_plan, state["schedulers"])
@@ -231,11 +231,15 @@ def restore(run: Run, path: Path) -> None:
     own = {each.state_key: each for each in run.callbacks if each.state_key in shown["callbacks"]}
     load_callbacks([(each, key, shown["callbacks"][key]) for key, each in own.items()], shown["callbacks"])
     run.saves.step, run.saves.path = run.progress.global_step, path
-    run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
-    num_stored, num_ranks = len(state["random"]), run.ranks.world.size
-    if num_stored < num_ranks:
+    _restore_random_states(run, state["random"])
+
+
+def _restore_random_states(run: Run, stored: Mapping[str, Any]) -> None:
+    world = run.ranks.data.world
+    run.now.random_state = random_state_of(world.rank, stored)
+    if len(stored) < world.size:
         notice(
-            f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks} ranks. The "
+            f"the checkpoint has random states of {len(stored)} ranks, but this run has {world.size} ranks. The "
             "other ranks start with states derived from the state of rank 0"
         )
 
@@ -410,8 +414,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     if ckpt_path is not None:
         notice(f"weights={str(weights)!r} is not read, because the run resumes from {ckpt_path}")
         return FirstWeights()
-    check_path("weights", weights)
-    path = at_home(weights)
+    path = at_home(weights, "weights", RoomierError)
     if (path / RECORD_NAME).is_file():
         if plan.adapter.lora_rank is not None and not any(is_adapter(name) for name in _peek(path).get("module", {})):
             return FirstWeights(file=PlainCheckpoint(path, ranks))

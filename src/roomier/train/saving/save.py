@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
 from roomier.api.lightning_module import LightningAdapter, described_datamodule, described_hparams
+from roomier.callbacks.checkpoint_folder import remove_saved
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.device.rng import rng_state
-from roomier.core.errors import CheckpointError
 from roomier.core.hugging_face import find_pretrained
 from roomier.core.log import notice
-from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
@@ -28,6 +27,8 @@ from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.progress import WantedSave
 from roomier.run.run import Run
 from roomier.run.states import RunningStage
+from roomier.storage.mirror import local_of, shown
+from roomier.train.saving.remote import upload
 
 INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0
@@ -87,8 +88,7 @@ def save_checkpoint(
         asynchronous: True to return after the state is copied to host memory, and write the checkpoint during training.
         when_committed: function that is called on every rank, in this thread, after the checkpoint is committed.
     """
-    check_path("filepath", path, CheckpointError)
-    wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
+    wanted = WantedSave(local_of(at_home(path, "filepath")), weights_only, asynchronous, when_committed)
     if run.now.is_in_step:
         run.saves.deferred.append(wanted)
     else:
@@ -164,6 +164,8 @@ def _committed(run: Run, wanted: WantedSave, step: int) -> None:
     if not wanted.weights_only:
         run.saves.step, run.saves.path = step, wanted.path
         run.ranks.on_zero(partial(_remove_interrupted, run))
+    if not wanted.path.name.startswith("."):  # otherwise, a file for Lightning replaces this folder
+        upload(run, wanted.path)
     if wanted.when_committed is not None:
         wanted.when_committed()
 
@@ -193,6 +195,7 @@ def _description(run: Run) -> dict[str, Any]:
         **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
+        **({} if run.events is None else {"seeding": {"seed": run.events.seed}}),
         "epoch": run.current_epoch,
         **described_hparams(run.module),
         **({} if datamodule is None else {"datamodule_init": described_datamodule(datamodule)}),
@@ -201,19 +204,18 @@ def _description(run: Run) -> dict[str, Any]:
 
 def _state_outside_engine(run: Run) -> dict[str, Any]:
     datamodule = run.settled.request.datamodule
+    callbacks = {callback.state_key: callback.state_dict() for callback in run.callbacks}
+    own = rng_state(), map_tensors(_kept_on_host, metric_states(run.module))  # hooks of callbacks may draw numbers
+    random, metrics = zip(*run.ranks.data.gather(own), strict=True)
     return {
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        "callbacks": callbacks,
         "schedulers": run.schedulers.state(),
-        "random": _by_rank(run, rng_state()),
+        "random": {str(rank): each for rank, each in enumerate(random)},
         "data": run.source.state_dict(),
         "datamodule": {} if datamodule is None else datamodule.state_dict(),
         "results": run.results.state(metrics_of(run.module)),
-        "metrics": _by_rank(run, map_tensors(_kept_on_host, metric_states(run.module))),
+        "metrics": {str(rank): each for rank, each in enumerate(metrics)},
     }
-
-
-def _by_rank(run: Run, value: Any) -> dict[str, Any]:
-    return {str(rank): each for rank, each in enumerate(run.ranks.gather(value))}
 
 
 def _kept_on_host(tensor: Tensor) -> Tensor:
@@ -243,9 +245,9 @@ def _save_interrupted(run: Run) -> None:
         notice(f"stopped by {signal.name} at step {step}. No checkpoint was saved, because checkpoints are disabled")
         return
     assert run.saves.path is not None
-    ckpt_path = "last" if is_found_as_last(run) else str(run.saves.path)
+    ckpt_path = "last" if is_found_as_last(run) else shown(run.saves.path)
     notice(
-        f"stopped by {signal.name} at step {step}, saved at {run.saves.path}. Resume with "
+        f"stopped by {signal.name} at step {step}, saved at {shown(run.saves.path)}. Resume with "
         f"trainer.fit(..., ckpt_path={ckpt_path!r}) or `roomier fit ... --ckpt_path {ckpt_path}`"
     )
 
@@ -255,7 +257,7 @@ def is_found_as_last(run: Run) -> bool:
     folder."""
     if run.saves.step != run.progress.global_step or run.saves.path is None or run.folder is None:
         return False
-    return run.saves.path.absolute().parent == (run.folder / "checkpoints").absolute()
+    return local_of(run.saves.path).absolute().parent == (run.folder / "checkpoints").absolute()
 
 
 def _remove_interrupted(run: Run) -> None:
@@ -266,11 +268,13 @@ def _remove_interrupted(run: Run) -> None:
     folder = run.folder.absolute() / "checkpoints"
     if run.saves.path.absolute().parent != folder:
         return
-    for path in folder.glob(f"{INTERRUPTED}*"):
+    uploads = run.uploads
+    remote = [] if uploads is None else [path for path in uploads.own_in(folder) if path.name.startswith(INTERRUPTED)]
+    for path in {*folder.glob(f"{INTERRUPTED}*"), *remote}:
         number = path.name.removeprefix(INTERRUPTED)
         is_given = os.path.realpath(path) == run.settled.start.given_path
         if number.isdecimal() and int(number) < run.saves.step and not is_given:
-            checkpoint.remove(path)
+            remove_saved(str(path), uploads)
 
 
 def report_nothing_to_do(run: Run) -> None:

@@ -96,7 +96,7 @@ def check_modes(plan: Plan, callbacks: Sequence[Any], module: Module, configured
 
 
 def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: Module) -> None:
-    """Check that no hook reads gradients if ``plan`` frees each gradient during backward.
+    """Check that no hook reads gradients if ``plan`` frees each gradient during the backward pass.
 
     Raises:
         RoomierError: a hook reads gradients.
@@ -120,8 +120,8 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         problem = (
             f"{type(owner).__name__}.{name} cannot access gradients, because each gradient is freed during backward"
         )
-        action = f"Change each gradient in on_gradient instead, remove the hook, or remove {keyword}"
-        raise RoomierError(keyword, way, problem, action)
+        instead = getattr(owner, "without_gradients", "Change each gradient in on_gradient instead, remove the hook")
+        raise RoomierError(keyword, way, problem, f"{instead}, or remove {keyword}")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -1,11 +1,11 @@
-"""The job and the run folder of a fit, and the division of its steps into micro-batches. After the launcher restarted a
-job, the job resumes from its last complete checkpoint with the same number of samples per step.
+"""The job and the run folder of a fit, and the division of its steps into micro-batches. If the launcher restarts a
+job, it resumes from its last complete checkpoint with the same number of samples per step.
 
 [Note: whose checkpoint]
-Many runs write to folders under the same root, and ``"last"`` is the newest checkpoint of all runs. A restarted job
-must resume from one of its own checkpoints. Therefore, ``job.json`` in each run folder records the job that wrote the
-folder (``launch/job.py``). The file also records the index of the fit in the script, because a script may call fit
-several times. After a restart, the script calls the same fits in the same order as before.
+Many runs write to folders under the same root, and ``"last"`` is the newest checkpoint of all runs, but a restarted job
+must resume from one of its own checkpoints. ``job.json`` in each run folder therefore records the job that wrote the
+folder (``launch/job.py``) and, because a script may call fit several times, the index of the fit in the script. After a
+restart, the script calls the same fits in the same order as before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from roomier.checkpoint.find import NoUsableCheckpointError
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
-from roomier.core.replacing import replacing
+from roomier.core.replacing import new_owner, replacing
 from roomier.core.untrusted import read_json
 from roomier.launch.job import job_names, num_restarts
 from roomier.plan import Plan
 from roomier.run.accumulation import GlobalBatch
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request
+from roomier.storage.mirror import local_of, remote_of
+from roomier.storage.remote_path import RemotePath, StorageError
+from roomier.storage.sending import CLAIM_NAME, ConflictError, create, delete, fetch_newer
 
 FILE_NAME = "job.json"
 
@@ -66,6 +70,8 @@ class Job:
                 record = read_json(folder / FILE_NAME)
                 is_own = record["fit"] == self.fit and not self.names.isdisjoint(record["names"])
                 batch = GlobalBatch(**record["batch"])
+            except StorageError:
+                raise
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             try:
@@ -115,8 +121,8 @@ def _next_job(root: Path, ranks: Ranks) -> Job | None:
     return Job(names, _num_fits[root.absolute()]) if names else None
 
 
-def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: int, earlier: GlobalBatch) -> Plan:
-    """Return ``plan`` for ``num_ranks`` ranks, with the global batch ``earlier`` that the job used before its restart.
+def with_global_batch(plan: Plan, module: Module, data: RunLoaders, earlier: GlobalBatch) -> Plan:
+    """Return ``plan`` with the global batch ``earlier`` that the job used before its restart.
 
     The size of the micro-batches in ``data`` is adjusted to the plan. With manual optimization, ``plan`` is returned
     unchanged.
@@ -124,7 +130,7 @@ def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: i
     Raises:
         RoomierError: the global batch cannot be divided among the ranks.
     """
-    now = global_batch_of(plan, data, num_ranks)
+    now = global_batch_of(plan, data)
     if now.size == earlier.size and (now.batch_size is None) == (earlier.batch_size is None):
         return plan
     if not module.automatic_optimization:
@@ -138,9 +144,9 @@ def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: i
     return with_accumulation(plan, kept.accumulate)
 
 
-def global_batch_of(plan: Plan, data: RunLoaders, num_ranks: int) -> GlobalBatch:
+def global_batch_of(plan: Plan, data: RunLoaders) -> GlobalBatch:
     """Return the global batch of a fit with ``plan``."""
-    return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, num_ranks)
+    return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, plan.parallel.num_data_ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +169,7 @@ class CutTo:
         Raises:
             RoomierError: the batches of the loader cannot be split.
         """
-        of_step = samples_of_step(request, data)
+        of_step = samples_of_step(dataclasses.replace(request, plan=plan), data)
         most = self.size or max(1, of_step // (self.number or 1))
         size = next(each for each in range(min(most, of_step), 0, -1) if of_step % each == 0)
         num = of_step // size
@@ -222,7 +228,7 @@ def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | Non
         return f"{' and '.join(named)} counts micro-batches"
     loader = data.train_loader
     assert isinstance(loader, DataLoader)
-    whole = batch_size * request.world.size
+    whole = batch_size * request.plan.parallel.num_data_ranks
     sized: Any = loader.dataset
     if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
         return "with drop_last=True, smaller batches would drop different samples"
@@ -240,26 +246,47 @@ def is_run_folder(folder: Path) -> bool:
 def run_folder(root: Path, resumed: Path | None) -> Path:
     """Return the run folder, which is the folder of the checkpoint ``resumed`` or a new ``version_N`` under ``root``.
 
+    If ``root`` is remote, return the mirror of the run folder, with the files that the storage contains.
+
     Raises:
         CheckpointError: the folder cannot be created.
     """
     # A Lightning checkpoint is a file in a folder that Lightning created, so the run uses a new folder.
     is_own = resumed is not None and not resumed.is_file()
+    mirror, remote = local_of(root), root if isinstance(root, RemotePath) else None
     if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
-        return resumed.parent.parent
+        folder = local_of(resumed.parent.parent)
+        if remote is not None:
+            fetch_newer(RemotePath(resumed.parent.parent), folder)
+        return folder
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        mirror.mkdir(parents=True, exist_ok=True)
         while True:
-            taken = [int(path.name[len(PREFIX) :]) for path in root.iterdir() if is_run_folder(path)]
-            folder = root / f"{PREFIX}{max(taken, default=-1) + 1}"
+            paths = [*mirror.iterdir(), *(remote.glob(f"{PREFIX}*") if remote is not None else ())]
+            taken = [int(path.name[len(PREFIX) :]) for path in paths if is_run_folder(path)]
+            folder = mirror / f"{PREFIX}{max(taken, default=-1) + 1}"
             try:
                 folder.mkdir()
+                if remote is not None:
+                    create(remote / folder.name / CLAIM_NAME, new_owner().encode())
                 return folder
-            except FileExistsError:  # another process created this folder first
+            except (FileExistsError, ConflictError):  # another process created this folder first
                 continue
     except OSError as error:
         problem = f"no run folder can be created in this folder ({error.strerror})"
-        raise CheckpointError("default_root_dir", str(root), problem, "Pass a folder with write permission") from error
+        raise CheckpointError(
+            "default_root_dir", str(mirror), problem, "Pass a folder with write permission"
+        ) from error
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove the run folder of a failed call, and its claim in remote storage, if the call has not written a file."""
+    remote = remote_of(folder)
+    if is_run_folder(folder):
+        with suppress(OSError, RoomierError):  # rmdir fails if the folder contains files
+            folder.rmdir()
+            if remote is not None:
+                delete(remote / CLAIM_NAME)
 
 
 def write_plan(folder: Path, text: str) -> None:

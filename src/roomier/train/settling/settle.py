@@ -1,9 +1,9 @@
 """Settle a call, that is, determine its plan and its micro-batches before the model is built.
 
 [Note: who plans]
-Rank 0 reads a batch, chooses a plan, and sends the plan to the other ranks, which wait for it. All ranks build the same
-plan. Planning does not change the run. The planner consumes no batches and no random numbers, and changes no weights.
-If the user specifies the plan that the planner chose, the run produces bit-identical results.
+Rank 0 reads a batch, chooses a plan, and sends it to the other ranks, so that all ranks build the same plan. Planning
+does not change the run: the planner consumes no batches and no random numbers, and changes no weights. If the user
+specifies the plan that the planner chose, the run produces bit-identical results.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
 from roomier.train.saving.restore import first_weights, resolve_checkpoint
 from roomier.train.settling.checks import check_hooks_need_no_gradients
+from roomier.train.settling.context import context_check
 from roomier.train.settling.job import Job, job_of_fit, keeps_micro_batch, run_folder, with_global_batch
 from roomier.train.step import transfer_to
 
@@ -62,8 +63,8 @@ def settle(
     start = start or Start()
     settled = Settled(request, start, request.plan, data, ranks, callbacks)
     if not request.is_fit:
-        return dataclasses.replace(settled, plan=_plan_without_forecast(request.plan))
-    if request.is_planned:
+        settled = dataclasses.replace(settled, plan=_plan_without_forecast(request.plan))
+    elif request.is_planned:
         try:
             settled = _planned(settled)
         except NoForecastError as error:
@@ -77,8 +78,10 @@ def settle(
     if request.cut is not None:
         plan = request.cut(plan, data, request)
     if start.batch is not None:
-        plan = with_global_batch(plan, request.module, data, request.world.size, start.batch)
-    return dataclasses.replace(settled, plan=plan)
+        plan = with_global_batch(plan, request.module, data, start.batch)
+    if not ranks.is_alone:  # the plan determines which ranks read the same samples
+        ranks = data.ranks = ranks.arranged(plan.parallel.mesh_on(ranks.world))
+    return dataclasses.replace(settled, plan=plan, ranks=ranks)
 
 
 def _planned(settled: Settled) -> Settled:
@@ -90,7 +93,7 @@ def _planned(settled: Settled) -> Settled:
         plan = _kept(fitted.choice, asked, data)
         return dataclasses.replace(settled, plan=plan, choice=fitted.choice)
     if start.batch is not None:
-        plan = with_global_batch(asked, module, data, request.world.size, start.batch)
+        plan = with_global_batch(asked, module, data, start.batch)
         settled = dataclasses.replace(settled, plan=plan)
     _ = data.train_loader  # created on all ranks, because the constructor may use collectives and random numbers
     choice = settled.ranks.on_zero(lambda: _choose(settled))
@@ -138,6 +141,7 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
         accumulate *= given // fitting
         if fitting != given:
             data.set_batch_size(fitting)
+    accumulate = accumulate * asked.parallel.num_data_ranks // chosen.plan.parallel.num_data_ranks
     batch = dataclasses.replace(chosen.plan.batch, accumulate_grad_batches=accumulate)
     return dataclasses.replace(chosen.plan, batch=batch)
 
@@ -148,17 +152,17 @@ def _choose(settled: Settled) -> Choice:
     from roomier.planner.choosing.nearest import no_plan_fits  # late import: the module loads torch's sharding
 
     request, plan, module = settled.request, settled.plan, settled.request.module
-    parallel = plan.parallel
-
-    def check(candidate: Plan) -> None:
-        check_hooks_need_no_gradients(candidate, settled.callbacks, module)
-
-    with _alone(module):
+    parallel, folder = plan.parallel, plan.offload.folder
+    with alone(module):
         workload = _workload(settled)
+        check_context = context_check(settled, workload)
+
+        def check(candidate: Plan) -> None:
+            check_hooks_need_no_gradients(candidate, settled.callbacks, module)
+            check_context(candidate)
+
         keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
-        machine = this_machine.this_machine(
-            parallel.devices, parallel.num_nodes, parallel.accelerator, plan.offload.folder
-        )
+        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
             raise no_plan_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
@@ -178,7 +182,7 @@ class _PlanningTrainer:
 
 
 @contextmanager
-def _alone(module: Module) -> Iterator[None]:
+def alone(module: Module) -> Iterator[None]:
     """Within the context, give ``module`` a Trainer that has one rank. On exit, restore Trainer and random state."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
@@ -193,7 +197,6 @@ def _alone(module: Module) -> Iterator[None]:
 
 
 def _workload(settled: Settled) -> Workload:
-
     module = settled.request.module
     batch = settled.data.first_batch()
     transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
@@ -207,7 +210,6 @@ def _built(module: Module) -> Module:
     calling this hook of the copy."""
     if not overrides(module, "configure_model", Module):
         return module
-
     with torch.device("meta"):
         copied = shapes_of(module)
         copied.configure_model()
@@ -227,9 +229,12 @@ def _report(choice: Choice, asked: Plan) -> None:
     else:
         notice(f"memory_budget: {choice.why}")
     if chosen.plan.batch.accumulate_grad_batches != asked.batch.accumulate_grad_batches:
+        num_peers = chosen.plan.parallel.num_peers
+        where = "rank" if num_peers == 1 else f"group of {num_peers} ranks"
         notice(
             f"a step uses {chosen.plan.batch.accumulate_grad_batches} micro-batches of {chosen.micro_batch} samples "
-            "on each rank, with the same total. The gradient is the same if the loss is a mean or a sum over samples"
+            f"on each {where}, with the same total. The gradient is the same if the loss is a mean or a sum over "
+            "samples"
         )
 
 
@@ -253,9 +258,7 @@ def find_start(
     root, asked = request.root, request.ckpt_path
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if asked == "last" and path is None and not request.is_fit:
-        action = (
-            "Pass default_root_dir of the fit or the path of a checkpoint, or None to use the weights of the module"
-        )
+        action = "Pass default_root_dir of the fit, the path of a checkpoint, or None for the weights of the module"
         raise CheckpointError("ckpt_path", asked, f"names no checkpoint, because {root} contains none", action)
     job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))

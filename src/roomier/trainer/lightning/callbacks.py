@@ -1,8 +1,8 @@
 """Handling of Lightning's callbacks, which run unchanged, are replaced by roomier's callbacks, or are rejected.
 
 A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
-of Lightning's loops is replaced by roomier's callback of the same name with the same arguments. The results of
-ModelCheckpoint and LearningRateMonitor are available on the user's object. ``docs/design/callbacks.md`` lists the
+of Lightning's loops is replaced by roomier's callback of the same name with the same arguments; the results of
+ModelCheckpoint and LearningRateMonitor are also available on the user's object. ``docs/design/callbacks.md`` lists the
 replaced and the rejected callbacks.
 """
 

@@ -6,9 +6,9 @@ either the previous file or the new file.
 [Note: Lightning reads folders]
 Scripts written for Lightning call ``Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)``, and
 Lightning opens this path as a file. If Lightning is imported, then importing or creating ``roomier.Trainer`` replaces
-Lightning's function that opens the file. ``import roomier`` alone does not change Lightning. The replacement returns
-the content of a checkpoint folder in Lightning's form, and calls Lightning's function for any other path. Lightning's
-code then creates the object, so its arguments and hooks are unchanged.
+Lightning's function that opens the file, whereas ``import roomier`` alone does not change Lightning. The replacement
+returns the content of a checkpoint folder in Lightning's form, and calls the original function for any other path.
+Lightning's code then creates the object, so its arguments and hooks are unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from roomier.checkpoint.record import RECORD_NAME
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError
 from roomier.core.log import quiet
-from roomier.core.paths import check_path
 from roomier.core.replacing import replacing_path
 from roomier.core.tree import map_tensors
+from roomier.storage.mirror import local_of
+from roomier.train.saving.remote import upload
 from roomier.train.saving.save import save_checkpoint
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def save_lightning_file(
     Raises:
         CheckpointError: ``path`` exists and is neither an empty file nor a checkpoint.
     """
-    check_path("filepath", path, CheckpointError)
-    target = at_home(path).absolute()
+    target = local_of(at_home(path, "filepath")).absolute()
     run.ranks.on_zero(partial(_refuse_to_overwrite, target))
     folder = target.with_name(f".{target.name}.folder")
     then = partial(_convert, run, folder, target, when_committed)
@@ -66,8 +66,9 @@ def save_lightning_file(
 def saves_file(path: str | Path, callbacks: Iterable[Any]) -> bool:
     """Return True if a checkpoint is saved as a file by default: if ``path`` is a file, such as a temporary file, or if
     a ModelCheckpoint in ``callbacks`` saves files."""
-    check_path("filepath", path, CheckpointError)
-    return at_home(path).is_file() or any(getattr(each, "format", None) == "lightning" for each in callbacks)
+    return local_of(at_home(path, "filepath")).is_file() or any(
+        getattr(each, "format", None) == "lightning" for each in callbacks
+    )
 
 
 def _refuse_to_overwrite(target: Path) -> None:
@@ -81,6 +82,7 @@ def _convert(run: Run, folder: Path, target: Path, when_committed: Callable[[], 
     run.ranks.on_zero(partial(_replace_by_file, folder, target))
     if run.saves.path == folder:
         run.saves.path = target
+    upload(run, target)
     if when_committed is not None:
         when_committed()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
@@ -60,7 +61,7 @@ def tune(trainer: TrainerAttributes, subject: Subject, ckpt_path: str | Path | N
         notice("auto_lr_find, auto_scale_batch_size: skipped, because the model has been fitted before")
         return None
     best = trainer.checkpoint_callback
-    best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
+    best_path, root = None if best is None else best.best_model_path, at_home(trainer.default_root_dir)
     trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
     asked = trainer.set_path if ckpt_path is None else ckpt_path
     path = trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))

@@ -1,11 +1,11 @@
 """Run a few steps of a fit without changing the model, the data or the Trainer.
 
 [Note: trials have no side effects]
-The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
-random generators of loaders, samplers and datasets are restored after the trial. The random generators of the process
-are also restored. The Trainer of a trial is also a copy, which writes no files and whose only callback belongs to the
-search. Other effects of user code, such as changes to files, network access, and changes to lists in a dataset, are not
-undone.
+The model and the DataModule are copied before their ``setup``, and the Trainer is replaced by a copy that writes no
+files and whose only callback belongs to the search. Datasets are not copied. Instead, the attributes, positions and
+random generators of loaders, samplers and datasets are restored after the trial, as are the random generators of the
+process. Other effects of user code, such as changes to files, network access, and changes to lists in a dataset, are
+not undone.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def run_trial(
                 if prepare is not None:
                     prepare(run)
                 call(run.hooks.on_fit_start)
-                separate_rng(run.ranks.world.rank)
+                if not run.ranks.peers.is_alone:  # an unseeded run
+                    set_rng_state(run.ranks.peers.from_zero(rng_state()))
+                separate_rng(run.ranks.data.world.rank)
                 fit(run)
         except TrialOverError:
             pass

@@ -1,13 +1,14 @@
-"""Search for the largest micro-batch that fits in memory, without a change of the number of samples per optimizer step;
-and the Tuner class, which provides both searches under the names that Lightning uses."""
+"""Search for the largest micro-batch that fits in memory, without changing the number of samples per optimizer step;
+and the Tuner class, which provides both searches under the names that Lightning uses.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TrackedStep, first_step_of, tracked_step
+from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TracksStep, first_step_of, tracked_step
 from roomier.core.device.memory import release_cached
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
@@ -29,6 +30,9 @@ from roomier.train.settling.job import samples_of_step, with_micro_batch
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.tuner.range_test import LearningRateCurve, Mode, lr_find
 from roomier.trainer.tuner.trial import Subject, TrialOverError, run_trial
+
+if TYPE_CHECKING:
+    from roomier.planner.memory.tracker import MemoryTracker
 
 _FIELD = "auto_scale_batch_size"
 MODES = ("power", "binsearch")
@@ -234,38 +238,27 @@ class _Trials:
         return fits
 
 
-class _PeakOfAStep(Callback):
+class _PeakOfAStep(TracksStep):
     """Callback that measures the peak memory of one step. The first step is not measured, because it creates the
     optimizer states."""
 
     def __init__(self) -> None:
+        super().__init__(at_step=None)
         self.num_bytes = 0
-        self._step = 0
-        self._tracked: TrackedStep | None = None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        self._step = first_step_of(trainer)
-        if of_epoch > 1 and self._step % of_epoch == 0:  # the last step of an epoch may contain fewer samples
-            self._step += 1
-        self._tracked = tracked_step(trainer, self._step)
+        step = first_step_of(trainer)
+        # The last step of an epoch may contain fewer samples.
+        self._tracked = tracked_step(trainer, step + 1 if of_epoch > 1 and step % of_epoch == 0 else step)
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._tracked is not None:
             self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        tracker = None if self._tracked is None else self._tracked.end_batch(trainer)
-        if tracker is not None:
-            self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
-            self._tracked = None
-            trainer.should_stop = True
-
-    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
-        if self._tracked is not None:
-            self._tracked.pause()
+    def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
+        self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
+        trainer.should_stop = True
 
 
 class Tuner:
@@ -300,20 +293,7 @@ class Tuner:
         attr_name: str = "",
     ) -> LearningRateCurve | None:
         """Search for a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` is ignored."""
-        _check_method(method, dataloaders)
-        return lr_find(
-            self._trainer,
-            model,
-            train_dataloaders,
-            datamodule=datamodule,
-            min_lr=min_lr,
-            max_lr=max_lr,
-            num_training=num_training,
-            mode=mode,
-            early_stop_threshold=early_stop_threshold,
-            update_attr=update_attr,
-            attr_name=attr_name,
-        )
+        return lr_find(self._trainer, **_options(locals()))
 
     def scale_batch_size(
         self,
@@ -336,25 +316,16 @@ class Tuner:
 
         The search does not change any attribute of the model, so ``batch_arg_name`` is ignored.
         """
-        _check_method(method, dataloaders)
-        return scale_batch_size(
-            self._trainer,
-            model,
-            train_dataloaders,
-            datamodule=datamodule,
-            mode=mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            margin=margin,
-            max_val=max_val,
-            memory_budget=memory_budget,
-        )
+        return scale_batch_size(self._trainer, **_options(locals()))
 
 
-def _check_method(method: str, dataloaders: Any) -> None:
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method of ``Tuner`` that its function also has."""
+    method, dataloaders = given["method"], given["dataloaders"]
     if method != "fit" or dataloaders is not None:
         action = (
             "Pass train_dataloaders or a datamodule. For an evaluation, set the batch size in the evaluation loader"
         )
         raise RoomierError("method", method, "must be 'fit', because only training steps are tried", action)
+    others = ("self", "val_dataloaders", "dataloaders", "method", "batch_arg_name")
+    return {name: value for name, value in given.items() if name not in others}

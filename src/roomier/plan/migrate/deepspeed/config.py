@@ -1,6 +1,6 @@
 """Conversion of a DeepSpeed configuration to arguments of the Trainer.
 
-Each key of the configuration has an answer: an argument of the Trainer, a reason why the key has no effect, or an
+Each key of the configuration is converted to an argument of the Trainer, a reason why the key has no effect, or an
 error.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from roomier.core.errors import did_you_mean, nearest
 from roomier.plan.migrate.answers import Answers
-from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, NUMBERS, REJECTED, SECTIONS, reason_of
+from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, REJECTED, SECTIONS, reason_of
 from roomier.plan.parts import PARTS
 
 _DISABLED = "is disabled"
@@ -31,7 +31,7 @@ def is_config(value: object) -> bool:
 def answers_to_config(
     config: Mapping[str, Any], source: str, num_ranks: int, given: Mapping[str, Any], *, fills_clipping: bool = False
 ) -> Answers:
-    """Return the answers to all keys of ``config``.
+    """Return the results for all keys of ``config``.
 
     Args:
         config: DeepSpeed configuration, as nested mappings.
@@ -44,7 +44,7 @@ def answers_to_config(
     answers = Answers(source)
     config = without_auto(config, answers, given)
     leaves = _leaves(config, answers)
-    _answer_batch(answers, leaves, num_ranks)
+    _answer_batch(answers, leaves, num_ranks // _answer_sequences(answers, leaves))
     _answer_precision(answers, leaves)
     _answer_zero(answers, leaves)
     _answer_recomputation(answers, leaves)
@@ -55,6 +55,22 @@ def answers_to_config(
     for key, value in leaves.items():
         _answer_rest(answers, key, value)
     return answers
+
+
+def _answer_sequences(answers: Answers, leaves: dict[str, Any]) -> int:
+    """Record the answer to the number of ranks that share a sequence, and return this number."""
+    key = "sequence_parallel_size"
+    if key not in leaves:
+        return 1
+    size = leaves.pop(key)
+    if size in (None, 0, 1):
+        answers.ignore(key, size, _DISABLED)
+    elif isinstance(size, int) and size > 1:
+        answers.use(key, size, "strategy.context_parallel_size", size)
+        return size
+    else:
+        answers.reject(key, size, "must be an integer", "Correct it")
+    return 1
 
 
 def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> dict[str, Any]:
@@ -93,10 +109,6 @@ def _answer_rest(answers: Answers, key: str, value: Any) -> None:
         answers.ignore(key, value, _DISABLED)
     elif key in REJECTED:
         answers.reject(key, value, *REJECTED[key])
-    elif key in NUMBERS and value in (None, 0, 1):
-        answers.ignore(key, value, _DISABLED)
-    elif key in NUMBERS:
-        answers.reject(key, value, *NUMBERS[key])
     else:
         answers.reject(key, value, "is not a key of DeepSpeed's configuration", _nearest_key(key))
 
@@ -325,7 +337,7 @@ _DEFAULTS: dict[str, tuple[str, object]] = {
 def without_auto(
     config: Mapping[str, Any], answers: Answers, given: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return a copy of ``config`` in which the values ``"auto"`` are replaced or removed. Record an answer for each of
+    """Return a copy of ``config`` in which the values ``"auto"`` are replaced or removed. Record the result for each of
     these values.
 
     Hugging Face replaces these values with its training arguments. roomier replaces them with arguments of the Trainer.
@@ -425,7 +437,7 @@ _UNSUPPORTED = {
 
 
 def answer_optimizer(answers: Answers, section: Any) -> None:
-    """Record the answers to the section ``optimizer``. If the section is None, the model configures its optimizer."""
+    """Record the results for the section ``optimizer``. If the section is None, the model configures its optimizer."""
     if not section or not _is_section(answers, "optimizer", section):
         return
     kind = str(section.get("type", "")).lower()
@@ -483,7 +495,7 @@ _MAX_LR = 0.001
 
 
 def answer_scheduler(answers: Answers, section: Any, *, has_optimizer: bool) -> None:
-    """Record the answers to the section ``scheduler``.
+    """Record the results for the section ``scheduler``.
 
     Args:
         has_optimizer: whether the configuration contains an optimizer. A schedule in the Plan requires an optimizer in

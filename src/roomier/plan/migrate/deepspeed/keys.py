@@ -8,104 +8,82 @@ from __future__ import annotations
 
 _COMMUNICATION = "roomier selects the communication buckets and overlaps communication with computation"
 _PREFETCH = "each block is all-gathered when it is computed, and the next block is prefetched"
+_REPLICA = (
+    "weights are sharded across all ranks, without a second replica in each machine; strategy='hsdp' shards within a "
+    "machine"
+)
 _FILES = "any strategy and number of ranks can load a checkpoint, and `roomier export` writes single files"
 _BUFFERS = "the sizes of the blocks determine the transfer buffers"
+_OVERLAP = "updates overlap with computation without approximation, in the mode that offload.update selects"
 _LOGS = "use the arguments logger, log_every_n_steps and profiler"
 _ON_DISK = "the disk tier selects its I/O"
 _SCALE = "torch's GradScaler scales the loss, which does not change the gradient of a step that is not skipped"
+_WEIGHTS = "each sample or token of the global batch has the same weight in the gradient"
 _RECOMPUTE = "each block is recomputed"
 _DTYPES = "precision determines the dtypes; gradients are summed in float32"
 
-_GROUPS: list[tuple[str, str, str]] = [
-    # (section, keys, reason)
-    (
-        "zero_optimization",
-        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
-        "allgather_bucket_size overlap_comm round_robin_gradients sub_group_size legacy_stage1",
-        _COMMUNICATION,
-    ),
-    (
-        "zero_optimization",
-        "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
+_GROUPS: dict[str, dict[str, str]] = {
+    # section: {reason: keys}
+    "zero_optimization.": {
+        _COMMUNICATION: "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients sub_group_size legacy_stage1",
+        _PREFETCH: "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
         "param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold "
         "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
         "stage3_module_granularity_threshold module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
         "use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential memory_efficient_linear "
         "override_module_apply mics_hierarchical_params_gather leaf_module.classes leaf_module.names "
         "leaf_module.name_suffixes",
-        _PREFETCH,
-    ),
-    (
-        "zero_optimization",
-        "zero_hpz_partition_size",
-        "weights are sharded across all ranks, without a second replica in each machine; strategy='hsdp' shards within "
-        "a machine",
-    ),
-    (
-        "zero_optimization",
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+        _REPLICA: "zero_hpz_partition_size",
+        _FILES: "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
         "stage3_gather_fp16_weights_on_model_save gather_fp16_weights_on_model_save elastic_checkpoint "
         "load_from_fp32_weights pipeline_loading_checkpoint",
-        _FILES,
-    ),
-    ("zero_optimization", "ignore_unused_parameters", "roomier supports parameters that no rank uses"),
-    (
-        "zero_optimization",
-        "log_trace_cache_warnings enable_sanity_checks",
-        "this key enables a check of DeepSpeed's code",
-    ),
-    (
-        "zero_optimization",
-        "save_muon_momentum_buffer_in_memory",
-        "the argument offload determines where optimizer states are stored",
-    ),
-    ("zero_optimization", "cpu_offload_use_pin_memory", _BUFFERS),
-    ("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory", _BUFFERS),
-    (
-        "zero_optimization.offload_optimizer",
-        "buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init cpuadam_cores_perc",
-        _BUFFERS,
-    ),
-    (
-        "zero_optimization.offload_optimizer",
-        "super_offload",
-        "updates overlap with computation without approximation, in the mode that offload.update selects",
-    ),
-    (
-        "fp16",
-        "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
-        _SCALE,
-    ),
-    ("fp16", "auto_cast", "autocast casts the inputs of matmuls"),
-    ("bf16", "immediate_grad_update check_grad_overflow", _DTYPES),
-    ("bf16", "bf16_optimizer_states", "optimizer states are float32; optimizer='adamw8bit' stores them in 8 bits"),
-    ("torch_autocast", "lower_precision_safe_modules", "torch.autocast selects the operations"),
-    (
-        "",
-        "prescale_gradients gradient_predivide_factor",
-        "each sample or token of the global batch has the same weight in the gradient",
-    ),
-    ("", "disable_allgather", _COMMUNICATION),
-    ("", "seq_parallel_communication_data_type", "sequences are not sharded"),
-    ("", "sparse_gradients", "gradients have the layout that backward returns"),
-    ("", "managed_gradient_accumulation", "roomier counts the micro-batches"),
-    ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "every optimizer of torch can be sharded"),
-    ("", "dataloader_drop_last", "drop_last of the DataLoader determines this behavior"),
-    ("", "vocabulary_size graph_harvesting use_data_before_expert_parallelism ddp_bf16", "roomier has no such setting"),
-    ("", "data_parallel_group global_rank", "the launcher determines the ranks"),
-    ("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", _LOGS),
-    ("checkpoint", "writer", "ModelCheckpoint(async_save=True) writes while training continues"),
-    (
-        "activation_checkpointing",
-        "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile",
-        _RECOMPUTE,
-    ),
-    ("optimizer", "legacy_fusion", "torch selects the kernels of the optimizer"),
-    ("compile", "enabled backend kwargs", "the argument compile compiles the blocks of the model"),
-]
+        "roomier supports parameters that no rank uses": "ignore_unused_parameters",
+        "this key enables a check of DeepSpeed's code": "log_trace_cache_warnings enable_sanity_checks",
+        "the argument offload determines where optimizer states are stored": "save_muon_momentum_buffer_in_memory",
+        _BUFFERS: "cpu_offload_use_pin_memory",
+    },
+    "zero_optimization.offload_param.": {_BUFFERS: "buffer_count buffer_size max_in_cpu pin_memory"},
+    "zero_optimization.offload_optimizer.": {
+        _BUFFERS: "buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init cpuadam_cores_perc",
+        _OVERLAP: "super_offload",
+    },
+    "fp16.": {
+        _SCALE: "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        "autocast casts the inputs of matmuls": "auto_cast",
+    },
+    "bf16.": {
+        _DTYPES: "immediate_grad_update check_grad_overflow",
+        "optimizer states are float32; optimizer='adamw8bit' stores them in 8 bits": "bf16_optimizer_states",
+    },
+    "torch_autocast.": {"torch.autocast selects the operations": "lower_precision_safe_modules"},
+    "": {
+        _WEIGHTS: "prescale_gradients gradient_predivide_factor",
+        _COMMUNICATION: "disable_allgather",
+        "sequences are not sharded": "seq_parallel_communication_data_type",
+        "gradients have the layout that backward returns": "sparse_gradients",
+        "roomier counts the micro-batches": "managed_gradient_accumulation",
+        "every optimizer of torch can be sharded": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "drop_last of the DataLoader determines this behavior": "dataloader_drop_last",
+        "roomier has no such setting": "vocabulary_size graph_harvesting use_data_before_expert_parallelism ddp_bf16",
+        "the launcher determines the ranks": "data_parallel_group global_rank",
+        _LOGS: "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level",
+    },
+    "checkpoint.": {"ModelCheckpoint(async_save=True) writes while training continues": "writer"},
+    "activation_checkpointing.": {
+        _RECOMPUTE: "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile"
+    },
+    "optimizer.": {"torch selects the kernels of the optimizer": "legacy_fusion"},
+    "compile.": {"the argument compile compiles the blocks of the model": "enabled backend kwargs"},
+}
 
 WITHOUT_EFFECT: dict[str, str] = {
-    **{f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()},
+    **{
+        f"{section}{key}": reason
+        for section, reasons in _GROUPS.items()
+        for reason, keys in reasons.items()
+        for key in keys.split()
+    },
     # sections, whose keys have no effect unless they are listed elsewhere
     "aio": _ON_DISK,
     "data_types": _DTYPES,
@@ -184,14 +162,12 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
 }
 """Sections that are rejected if they are enabled. A section with an empty key is enabled if it exists."""
 
-NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shorten the sequences")}
-"""Problem and action for each key that is rejected if its value is greater than 1."""
-
 OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _CONVERTED = {
     # section: keys
-    "": "gradient_clipping gradient_allreduce_op communication_data_type optimizer scheduler zero_optimization",
+    "": "gradient_clipping gradient_allreduce_op communication_data_type optimizer scheduler zero_optimization "
+    "sequence_parallel_size",
     "optimizer.": "type",
     "scheduler.": "type",
     "fp16.": "enabled",
@@ -205,7 +181,7 @@ _CONVERTED = {
 HANDLED = {*OF_BATCH, *(f"{section}{key}" for section, keys in _CONVERTED.items() for key in keys.split())}
 """Keys that :mod:`roomier.plan.migrate.deepspeed.config` converts."""
 
-KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS, *NUMBERS}
+KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS}
 """All keys of a configuration, except the keys inside the sections of ``SECTIONS`` and the parameters of the optimizer
 and the scheduler."""
 

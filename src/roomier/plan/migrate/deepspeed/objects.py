@@ -50,7 +50,7 @@ def is_object(value: object) -> bool:
 
 
 def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -> Answers:
-    """Return the answers to the settings of a strategy or plugin. For the arguments, see :func:`answers_to_config`."""
+    """Return the results for the settings of a strategy or plugin. For the arguments, see :func:`answers_to_config`."""
     source = type(value).__name__
     config = setting_of(value, "deepspeed_config", "config")
     if config is None:
@@ -114,7 +114,7 @@ def read_config(source: object, field: str = "deepspeed") -> Mapping[str, Any]:
 
 
 def answers_to_source(value: object, num_ranks: int, given: Mapping[str, Any], field: str) -> Answers:
-    """Return the answers to a dict, a file or an object. For the arguments, see :func:`answers_to_config`.
+    """Return the results for a dict, a file or an object. For the arguments, see :func:`answers_to_config`.
 
     Args:
         field: name of the argument in errors.

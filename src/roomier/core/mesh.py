@@ -1,0 +1,82 @@
+"""Arrangement of the ranks of a run in dimensions. It determines which ranks read the same samples, which ranks store
+one replica of the model, and which ranks communicate with each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from roomier.core.world import World
+
+TENSOR, CONTEXT, SHARD, REPLICATE = "tensor", "context", "shard", "replicate"
+_DIMENSIONS = (TENSOR, CONTEXT, SHARD, REPLICATE)
+INNER = (TENSOR, CONTEXT)
+"""Dimensions whose ranks read the same samples."""
+OUTER = (SHARD, REPLICATE)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the dimensions, from inner to outer: tensor, context, shard, replicate. Ranks with consecutive
+    coordinates in the inner dimensions have consecutive numbers, because they are usually on the same node.
+
+    Parameters and optimizer states are sharded across the ranks of the three inner dimensions. The ranks of the tensor
+    and context dimensions read the same samples, and are called peers. A data rank is the index of a group of peers.
+
+    Args:
+        world: this rank and the number of ranks.
+        tensor: number of ranks that compute parts of the same layers.
+        context: number of ranks that compute slices of the same sequences.
+        shard: number of groups of peers across which a replica of the model is sharded.
+    """
+
+    world: World = field(default_factory=World)
+    tensor: int = 1
+    context: int = 1
+    shard: int = 1
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks that read the same samples."""
+        return self.tensor * self.context
+
+    @property
+    def replicate(self) -> int:
+        """Number of replicas of the model."""
+        return self.world.size // self.shards.size
+
+    @property
+    def data(self) -> World:
+        """Data rank and number of data ranks. With one peer per group, this is :attr:`world`."""
+        if self.num_peers == 1:
+            return self.world
+        rank, local_size = self.world.rank // self.num_peers, max(1, self.world.local_size // self.num_peers)
+        size = self.world.size // self.num_peers
+        return World(rank, size, rank % local_size, rank // local_size, local_size)
+
+    @property
+    def shards(self) -> World:
+        """Index of this rank among the ranks that store one replica, and the number of these ranks."""
+        size = self.num_peers * self.shard
+        return World(self.world.rank % size, size)
+
+    def coordinate(self, dimension: str) -> int:
+        """Return the index of this rank in ``dimension``."""
+        stride, size = self._stride_and_size(dimension)
+        return self.world.rank // stride % size
+
+    def along(self, *dimensions: str) -> tuple[int, ...]:
+        """Return the ranks whose coordinates differ from those of this rank only in ``dimensions``, in ascending
+        order."""
+        ranks = [self.world.rank]
+        for dimension in dimensions:
+            stride, size = self._stride_and_size(dimension)
+            own = self.coordinate(dimension)
+            ranks = [rank + (index - own) * stride for index in range(size) for rank in ranks]
+        return tuple(sorted(ranks))
+
+    def _stride_and_size(self, dimension: str) -> tuple[int, int]:
+        place = _DIMENSIONS.index(dimension)
+        stride = 1
+        for inner in _DIMENSIONS[:place]:
+            stride *= getattr(self, inner)
+        return stride, getattr(self, dimension)
