@@ -56,36 +56,6 @@ def choice_table(
     return Group(table, Text(_verdict(choice)), *_refused_lines(refused))
 
 
-def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table:
-    """Return a table of the memory of one device at the peak of a step, by kind."""
-    peak = forecast.peak
-    where = " ".join(word for word in (peak.phase, peak.place) if word)
-    table = Table(
-        "at the peak of a step", title=f"{label_of(forecast.plan)}, in {where}", title_justify="left", box=None
-    )
-    table.add_column("bytes", justify="right")
-    named = {kind.value.replace("_", " "): count for kind, count in forecast.bytes_by_kind.items()}
-    for name, count in (*named.items(), *forecast.fixed_bytes.items()):
-        if count:
-            table.add_row(name, format_bytes(count))
-    total = format_bytes(forecast.peak_bytes)
-    table.add_row("all", total if budget_bytes is None else f"{total} of {format_bytes(budget_bytes)}", style="bold")
-    lower = {
-        "host memory": forecast.host_bytes,
-        "disk": forecast.disk_bytes,
-        "read from disk per step": forecast.traffic.disk_read_bytes,
-        "written to disk per step": forecast.traffic.disk_written_bytes,
-        "copied to the device per step": forecast.traffic.to_device_bytes,
-        "copied to the host per step": forecast.traffic.to_host_bytes,
-        "written to disk per day": forecast.written_bytes_per_day or 0,
-    }
-    for name, count in lower.items():
-        if count:
-            table.add_row(name, format_bytes(count))
-    table.caption, table.caption_justify = forecast.remark or None, "left"
-    return table
-
-
 def what_if_table(grid: Grid) -> Table:
     """Return a table of the peak for other batch sizes and sequence lengths. Peaks over the budget are enclosed in
     brackets."""
