@@ -4,6 +4,7 @@ a run with one rank for each group of peers.
 No technique that divides a sample takes part: each peer computes the full sample, so the result must not change.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import roomier
 from roomier import checkpoint
 from roomier.callbacks import ModelCheckpoint, PredictionWriter, Throughput
 from roomier.core.errors import DataError
-from roomier.core.mesh import CONTEXT, INNER, OUTER, REPLICATE, SHARD, TENSOR, Mesh
+from roomier.core.mesh import CONTEXT, INNER, OUTER, REPLICATE, SHARD, STAGE, TENSOR, Mesh
 from roomier.core.world import World
 from roomier.plan.parts import ParallelPlan
 from tests.covering import few
@@ -39,6 +40,35 @@ def test_each_rank_has_one_position_in_the_mesh() -> None:
     assert (own.along(SHARD), own.along(REPLICATE)) == ((14, 20), (2, 14))
     assert (own.along(*INNER), own.along(*OUTER)) == (tuple(range(12, 18)), (2, 8, 14, 20))
     assert (own.replicate, own.shards, own.data.rank, own.data.size) == (2, World(2, 12), 2, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_partition_the_ranks(stage: int) -> None:
+    for tensor, context, shard, replicate in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2)):
+        num_data, size = shard * replicate, tensor * context * shard * replicate * stage
+        sizes = {"tensor": tensor, "context": context, "shard": shard, "stage": stage}
+        meshes = [Mesh(World(rank, size, rank, 0, size), **sizes) for rank in range(size)]
+        for dimensions in ((TENSOR,), (CONTEXT,), (SHARD,), (REPLICATE,), (STAGE,), INNER, OUTER):
+            groups = [mesh.along(*dimensions) for mesh in meshes]
+            assert all(groups[other] == groups[rank] for rank in range(size) for other in groups[rank])
+            assert all(rank in group and list(group) == sorted(group) for rank, group in enumerate(groups))
+            assert {len(group) for group in groups} == {math.prod(getattr(meshes[0], name) for name in dimensions)}
+        for mesh in meshes:
+            of_peers = {(meshes[rank].data.rank, mesh.representative_of(rank)) for rank in mesh.along(*INNER)}
+            assert of_peers == {(mesh.data.rank, mesh.along(*INNER)[0])}
+            of_data_ranks = [meshes[rank].data for rank in mesh.along(*OUTER)]  # read each sample once
+            assert [each.rank for each in of_data_ranks] == list(range(num_data)) == [*map(place, of_data_ranks)]
+            assert [meshes[rank].data.rank for rank in mesh.representatives] == list(range(num_data))
+            of_replica = {meshes[rank].shards.rank: rank for rank in mesh.along(TENSOR, CONTEXT, SHARD)}
+            assert {meshes[rank].stage_index for rank in of_replica.values()} == {mesh.stage_index}
+            assert (sorted(of_replica), mesh.replicate) == (list(range(mesh.shards.size)), replicate)
+        assert {meshes[rank].stage_index for rank in meshes[0].representatives} == {stage - 1}
+        assert [meshes[rank].stage_index for rank in meshes[0].along(STAGE)] == list(reversed(range(stage)))
+
+
+def place(world: World) -> int:
+    assert 0 <= world.local_rank < world.local_size
+    return world.node_rank * world.local_size + world.local_rank
 
 
 class Reads(roomier.Module):

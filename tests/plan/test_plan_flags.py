@@ -148,7 +148,11 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
 @pytest.mark.parametrize(
     ("keywords", "start", "advice"),
     [
-        ({"strategy": "pipeline_parallel"}, "strategy='pipeline_parallel': is not implemented", "Use strategy='zero3'"),
+        (
+            {"strategy": "pipeline_parallel"},
+            "strategy='pipeline_parallel': is not the name of a strategy",
+            "'pipeline_parallel_size': 2",
+        ),
         ({"memory_budget": "lots"}, "memory_budget='lots'", "'6GiB'"),
         ({"memory_budget": 12}, "memory_budget=12", "'22GiB'"),
         ({"strategy": {"name": "ddp", "allow": ["bf16-mixed"]}}, "strategy.allow=['bf16-mixed']", "strategy='auto'"),

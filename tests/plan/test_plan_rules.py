@@ -360,6 +360,7 @@ def test_every_supported_word_is_accepted(field: str, word: str) -> None:
     assert getattr(getattr(_plan_with(section, {name: word}), section), name) == word
 
 
+PIPELINE = {"strategy": "ddp", "devices": 2, "pipeline_parallel_size": 2}
 OWN_STRATEGY = {"gradient_compression": "ddp", "communication": "zero3"}
 """Strategies of the fields of ``ParallelPlan`` that the strategy ``"single"`` rejects."""
 
@@ -368,16 +369,18 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     needed: dict[str, Mapping[str, object]] = {
         "optimizer": ADAMW,
         "batch": {"gradient_clip_val": 1.0},
-        "parallel": {"strategy": OWN_STRATEGY.get(next(iter(fields)), "single")},
+        "parallel": PIPELINE if "schedule" in fields else {"strategy": OWN_STRATEGY.get(next(iter(fields)), "single")},
         "activation": {"budget_bytes": 2**30} if fields.get("policy") == "budget" else {},
         "adapter": {"lora_rank": 8},
         "offload": ON_DISK if "update" in fields else {},
     }
     elsewhere: dict[str, Mapping[str, object]] = {
+        "batch": {"seeding": "events"} if "schedule" in fields else {},
         "parallel": {"strategy": "ddp"} if fields.get("name") == "onebit_adam" else {},
         "precision": {"mode": "bf16-true"} if "weight_rounding" in fields else {},
-        "batch": {"gradient_clip_val": 1.0} if fields.get("step_in_backward") == "stale_norm" else {},
     }
+    if fields.get("step_in_backward") == "stale_norm":
+        elsewhere["batch"] = {"gradient_clip_val": 1.0}
     return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
 
 

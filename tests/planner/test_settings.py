@@ -78,6 +78,8 @@ _COMPILED = "compiled blocks have the forecast of eager blocks (docs/design/plan
 IRRELEVANT = {
     "parallel.accelerator": "the machine states the device",
     "parallel.compression_warmup_steps": "a forecast describes a step after the warm-up",
+    "parallel.pipeline_parallel_size": "a plan with a pipeline has no forecast",
+    "parallel.schedule": "a plan with a pipeline has no forecast",
     "batch.seeding": _NO_SHAPE,
     "optimizer.lr": _NO_SHAPE,
     "optimizer.weight_decay": _NO_SHAPE,

@@ -68,7 +68,7 @@ class Ranks:
         """Return these ranks with the arrangement ``mesh``. All ranks must call this method, because it creates the
         process groups of :attr:`data` and :attr:`peers`."""
         assert mesh.world == self.world
-        assert self.world.size % mesh.shards.size == 0
+        assert self.world.size % (mesh.shards.size * mesh.stage) == 0
         if mesh == self.mesh:
             return self
         arranged = self._of(self.world, self._group, mesh)

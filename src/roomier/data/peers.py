@@ -49,9 +49,8 @@ def check_peer_lengths(ranks: Ranks, loader: Any, name: str) -> None:
 
 
 def _check_equal(ranks: Ranks, values: Sequence[Any], name: str, loader: Any, differs: str) -> None:
-    num_peers = ranks.mesh.num_peers
     for rank, own in enumerate(values):
-        first = rank - rank % num_peers
+        first = ranks.mesh.representative_of(rank)
         if own != values[first]:
             problem = (
                 f"{differs} on ranks {first} and {rank}, but these ranks compute parts of the same samples, so they "

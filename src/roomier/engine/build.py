@@ -69,8 +69,8 @@ def build(
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
-    num_peers = plan.parallel.num_peers
-    shares = EqualShares(num_peers) if num_peers > 1 else None  # peers compute the same loss
+    num_shares = plan.parallel.num_peers // plan.parallel.pipeline_parallel_size
+    shares = EqualShares(num_shares) if num_shares > 1 else None  # these peers compute the same loss
     levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these ``forward`` methods
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)

@@ -22,10 +22,10 @@ class EqualShares:
     """Replacement for a function that counts terms, used if losses are summed over the samples.
 
     Args:
-        num_peers: number of ranks that compute the loss of the same samples, each of which contributes an equal share.
+        num_shares: number of ranks that compute the loss of the same samples, each of which contributes an equal share.
     """
 
-    num_peers: int
+    num_shares: int
 
     def __call__(self, batch: Any) -> int:
         """Return 1, because all micro-batches have the same weight."""
@@ -75,7 +75,7 @@ def complex_loss_error(loss: Tensor) -> TrainingError:
 def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) -> tuple[float | Tensor, ...]:
     """Return, for each micro-batch, its number of loss terms divided by the total number in the global batch.
 
-    Ranks that read the same samples count the same terms, so their weights add up to the weight of these samples.
+    Peers count the same terms, so the weights of those in the last stage add up to the weight of their samples.
 
     Args:
         count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
@@ -86,7 +86,7 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
         TrainingError: a count is not a number, or no micro-batch has a loss term.
     """
     if isinstance(count_terms, EqualShares):
-        return (1 / count_terms.num_peers,) * len(batches)
+        return (1 / count_terms.num_shares,) * len(batches)
     counts: list[Any] = [count_terms(batch) for batch in batches]
     # A number of the host can be compared with zero without synchronizing the device.
     counts = [count.item() if isinstance(count, Tensor) and count.is_cpu else count for count in counts]
@@ -96,6 +96,8 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     total: Any = sum(counts)
     if not ranks.is_alone:
         on_device = isinstance(total, Tensor)
+        if ranks.mesh.stage > 1 and ranks.mesh.stage_index < ranks.mesh.stage - 1:
+            total = total * 0  # counted by the last stage
         total = ranks.sum(total if on_device else torch.tensor(float(total), dtype=torch.float64))
         total = total if on_device else total.item()
     if not isinstance(total, Tensor) and total <= 0:

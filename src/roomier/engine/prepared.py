@@ -87,13 +87,14 @@ class PreparedEngine(EagerEngine):
 
 def loop_errors(plan: Plan) -> list[PlanError]:
     """Return an error for each setting of ``plan`` that requires the loop of a Trainer: the strategy ``"auto"``,
-    context parallelism, and seeds that depend on the step."""
+    context and pipeline parallelism, and seeds that depend on the step."""
     errors = []
-    size = plan.parallel.context_parallel_size
-    if size > 1:  # implies events
-        problem = "is not supported in custom loops, because no batch is known before the first step"
-        errors.append(PlanError("context_parallel_size", size, problem, "Use Trainer.fit, or context_parallel_size=1"))
-    elif plan.batch.seeding == "events":
+    for name in ("context_parallel_size", "pipeline_parallel_size"):
+        size = getattr(plan.parallel, name)
+        if size > 1:  # implies events
+            problem = "is not supported in custom loops, because no batch is known before the first step"
+            errors.append(PlanError(name, size, problem, f"Use Trainer.fit, or {name}=1"))
+    if not errors and plan.batch.seeding == "events":
         problem = "is not supported in custom loops, because the seeds depend on the number of the step"
         errors.append(PlanError("batch.seeding", "events", problem, "Use 'stream', or use a Trainer"))
     if plan.parallel.strategy != "auto":

@@ -37,7 +37,8 @@ class Choice:
     """A supported choice, with its label and a remark for the table that is printed at the start of a run.
 
     Attributes:
-        kind: the label. None if the choice selects a device, because labels do not compare devices.
+        kind: the label. None if the choice selects a device, because labels do not compare devices, or if it is a part
+            of another choice with a label.
         note: remark in the table.
     """
 
@@ -224,6 +225,10 @@ CHOICES: dict[str, Mapping[str, Choice]] = {
         "hsdp": _near("zero3 within groups of ranks, each group with one replica"),
         "auto": _near("the fastest plan that fits, chosen when the run starts"),
     },
+    "parallel.schedule": {
+        "1f1b": Choice(None, "a rank alternates forward and backward passes of micro-batches"),
+        "gpipe": Choice(None, "a rank runs all forward passes of a step before the backward passes"),
+    },
     "parallel.reduce_dtype": {
         "32": _exact("gradients are reduced in float32"),
         "bf16": _near("gradients are rounded to bfloat16 before they are sent"),
@@ -340,9 +345,9 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "xla_fsdp": Refusal("Use accelerator='tpu' and strategy='zero3'"),
         **dict.fromkeys(("xla", "tpu_spawn"), Refusal("Use accelerator='tpu' and strategy='ddp'")),
         **dict.fromkeys(("single_tpu", "single_xla"), Refusal("Use accelerator='tpu' and strategy='single'")),
-        **dict.fromkeys(
-            ("model_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"),
-            Refusal("Use strategy='zero3'"),
+        **dict.fromkeys(("model_parallel", "tensor_parallel", "context_parallel"), Refusal("Use strategy='zero3'")),
+        "pipeline_parallel": Refusal(
+            "Use strategy={'name': 'ddp', 'pipeline_parallel_size': 2}", problem="is not the name of a strategy"
         ),
     },
     "parallel.accelerator": dict.fromkeys(("hpu", "ipu"), Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED)),

@@ -67,8 +67,8 @@ def plan_from_flags(
         draft.ask("batch.gradient_clip_val", gradient_clip_val, "gradient_clip_val")
     if gradient_clip_algorithm is not None:
         draft.ask("batch.gradient_clip_algorithm", gradient_clip_algorithm, "gradient_clip_algorithm")
-    size = strategy.get("context_parallel_size") if isinstance(strategy, Mapping) else None
-    implied = "events" if isinstance(size, int) and size > 1 else "stream"  # slices of a sequence need different masks
+    sizes = [strategy.get(name) for name in _NEED_EVENTS] if isinstance(strategy, Mapping) else []
+    implied = "events" if any(isinstance(size, int) and size > 1 for size in sizes) else "stream"
     draft.ask("batch.seeding", seeding, "seeding", meaning=implied if seeding is None else seeding)
     _set_optimizer(draft, optimizer)
     if learning_rate is not None:
@@ -99,6 +99,7 @@ def default_strategy(devices: object, num_nodes: object) -> str:
 
 
 _AS_GIVEN = object()
+_NEED_EVENTS = ("context_parallel_size", "pipeline_parallel_size")  # a rank skips random numbers of other ranks
 _WORDS = ("choice.allowed", "adapter.lora_targets", "adapter.lora_trained")  # words separated by commas, or a list
 
 

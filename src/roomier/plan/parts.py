@@ -96,6 +96,12 @@ class ParallelPlan(Part):
         context_parallel_size: number of consecutive ranks that share each sequence, so that each rank saves the
             activations of only a slice of the sequence. The size must divide the number of ranks and of attention
             heads. 1 gives each rank its own sequences.
+        pipeline_parallel_size: with ``"ddp"``, number of stages, which are consecutive parts of the model. Each rank
+            stores and computes one stage, and the remaining factor of the number of ranks is data-parallel. 1 computes
+            the full model on each rank.
+        schedule: with a ``pipeline_parallel_size``, order of the passes of a rank. ``"gpipe"`` runs all forward passes
+            of a step before the backward passes. ``"1f1b"`` alternates both, so that a rank stores the activations of
+            at most ``pipeline_parallel_size`` micro-batches. None means ``"1f1b"``.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
             number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
@@ -120,6 +126,8 @@ class ParallelPlan(Part):
     devices: int = 1
     num_nodes: int = 1
     context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    schedule: str | None = None
     shard_size: int | None = None
     reduce_dtype: str = "32"
     gradient_compression: str = "none"
@@ -150,7 +158,7 @@ class ParallelPlan(Part):
     @property
     def num_peers(self) -> int:
         """Number of ranks that read the same samples."""
-        return self.context_parallel_size
+        return self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_data_ranks(self) -> int:
@@ -159,7 +167,8 @@ class ParallelPlan(Part):
 
     def mesh_on(self, world: World) -> Mesh:
         """Return the arrangement of the ranks of ``world``."""
-        return Mesh(world, context=self.num_peers, shard=max(1, self.num_shards // self.num_peers))
+        context = self.context_parallel_size
+        return Mesh(world, context=context, shard=max(1, self.num_shards // context), stage=self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
     "parallel.context_parallel_size": _Range(1, "Use 1, so that each rank has its own sequences"),
+    "parallel.pipeline_parallel_size": _Range(1, "Use 1, so that each rank computes the full model"),
     "parallel.shard_size": _Range(1, "Set it to the number of ranks that share one replica of the model"),
     "parallel.compression_rank": _Range(1, "Use 4, or 1 to send the fewest bytes"),
     "parallel.compression_warmup_steps": _Range(3, "Use at least 3, for example a tenth of the run"),
@@ -221,11 +222,16 @@ def single_has_one_rank(plan: PlanParts) -> Iterator[PlanError]:
 
 
 def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject a shard size that does not divide the number of ranks, a shard size without hsdp, and a context size that
-    does not fit the plan."""
+    """Reject a shard size that does not divide the number of ranks, a shard size without hsdp, a context size or number
+    of stages that does not fit the plan, and a schedule without stages."""
     parallel = plan.parallel
     if parallel.context_parallel_size > 1:
         yield from _context_errors(plan, parallel.context_parallel_size)
+    if parallel.pipeline_parallel_size > 1:
+        yield from _pipeline_errors(plan, parallel.pipeline_parallel_size)
+    else:
+        problem = "has no effect with pipeline_parallel_size=1"
+        yield from set_fields(plan, "parallel.schedule", problem, "Set pipeline_parallel_size, or remove it")
     if parallel.strategy != "hsdp":
         problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
         yield from set_fields(plan, "parallel.shard_size", problem, "Use strategy='hsdp', or remove shard_size")
@@ -248,9 +254,8 @@ def _context_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
         whole["shard_size"] = parallel.num_shards
     for name, number in whole.items():
         if number % size:
-            fitting = [each for each in range(1, number + 1) if number % each == 0]
-            nearest = min(fitting, key=lambda each: (abs(each - size), each))
-            yield PlanError(field, size, f"must divide the {name} ({number})", f"Use context_parallel_size={nearest}")
+            action = f"Use context_parallel_size={_nearest_divisor(number, size)}"
+            yield PlanError(field, size, f"must divide the {name} ({number})", action)
     rejected = f"is not supported with context_parallel_size={size}"
     if plan.batch.seeding != "events":
         problem = f"{rejected}, because all slices of a sequence would have the same dropout masks"
@@ -264,6 +269,51 @@ def _context_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     if plan.compile.enabled:
         problem = f"{rejected}, because the compiler does not trace the exchange between the ranks"
         yield PlanError("compile.enabled", True, problem, "Set compile=False, or context_parallel_size=1")
+
+
+def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
+    """Reject a number of stages that the strategy or the number of ranks does not support, and techniques that are not
+    implemented for stages."""
+    parallel, field = plan.parallel, "parallel.pipeline_parallel_size"
+    if parallel.strategy != "ddp":
+        reason = ", because pipelines have no forecast yet" if parallel.strategy == "auto" else ""
+        problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}{reason}"
+        yield PlanError(field, size, problem, "Use strategy='ddp', or pipeline_parallel_size=1")
+    elif parallel.num_ranks % size:
+        action = f"Use pipeline_parallel_size={_nearest_divisor(parallel.num_ranks, size)}"
+        yield PlanError(field, size, f"must divide the number of ranks ({parallel.num_ranks})", action)
+    problem = f"is not implemented with pipeline_parallel_size={size}"
+    for fields, action in _WITHOUT_PIPELINES.items():
+        yield from set_fields(plan, fields, problem, f"{action}, or pipeline_parallel_size=1")
+    for name, value, is_rejected, action in (
+        ("precision.mode", plan.precision.mode, plan.precision.mode == "16-mixed", "Use precision='bf16-mixed'"),
+        ("activation.policy", "budget", plan.activation.policy == "budget", "Use activation_checkpointing='full'"),
+        ("optimizer.name", plan.optimizer.name, averages_itself(plan.optimizer.name), "Use optimizer='adamw'"),
+    ):
+        if is_rejected:
+            yield PlanError(name, value, problem, f"{action}, or pipeline_parallel_size=1")
+    if plan.batch.seeding != "events":
+        problem = (
+            f"is not supported with pipeline_parallel_size={size}, because a stage does not draw the random numbers of "
+            "other stages"
+        )
+        yield PlanError("batch.seeding", plan.batch.seeding, problem, "Set seeding='events'")
+
+
+_WITHOUT_PIPELINES = {
+    "parallel.context_parallel_size": "Use context_parallel_size=1",
+    "parallel.gradient_compression": "Set gradient_compression='none'",
+    "optimizer.step_in_backward": "Set step_in_backward=False",
+    "offload.optimizer_states offload.parameters offload.activations": "Remove it",
+    "compile.enabled": "Set compile=False",
+    "choice.memory_budget_bytes": "Remove memory_budget",
+}
+"""Fields that must have their default values in a pipeline, with the advice in the error."""
+
+
+def _nearest_divisor(number: int, size: int) -> int:
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    return min(divisors, key=lambda each: (abs(each - size), each))
 
 
 def mps_is_one_device(plan: PlanParts) -> Iterator[PlanError]:

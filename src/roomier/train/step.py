@@ -53,9 +53,9 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = step_of(run.module, "training_step")
         self.counts_batches = not run.module.automatic_optimization
-        # The loss is a share of the mean over all ranks. A sum is divided only among ranks that read the same samples.
-        is_mean = run.module.loss_reduction == "mean"
-        self._num_shares = run.ranks.world.size if is_mean else run.ranks.mesh.num_peers
+        # The loss is a share of the mean over all ranks of a stage. A sum is divided only among its peers.
+        is_mean, mesh = run.module.loss_reduction == "mean", run.ranks.mesh
+        self._num_shares = (mesh.world.size if is_mean else mesh.num_peers) // mesh.stage
         self.log_interval = run.options.log_every_n_steps
         self.batch_idx, self.first_step, self.first_batch = -1, 0, 0
         self._output: Any = None

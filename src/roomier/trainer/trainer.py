@@ -104,7 +104,7 @@ class Trainer(TrainerAttributes):
         gradient_clip_val: limit of the gradient norm or of each element. None and 0 disable clipping (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         seeding: seeds of the random numbers in a step, such as dropout masks: ``"stream"`` or ``"events"``
-            (``BatchPlan``). None means ``"events"`` with a ``context_parallel_size``, otherwise ``"stream"``.
+            (``BatchPlan``). None means ``"events"`` with context or pipeline parallelism, otherwise ``"stream"``.
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of

@@ -5,8 +5,8 @@ With ``seeding="stream"``, the generators of a rank continue from one step to th
 all random numbers that the rank drew before. With ``seeding="events"``, the generators are seeded at the start of each
 micro-batch from (seed, step, data rank, micro-batch). Each call of a block is an *event*: it draws one integer, which
 is equal on all ranks that read the same samples, and runs with generators that are seeded from this integer and the
-index of the rank among these ranks. After the event, the previous states are restored. Ranks that share samples
-therefore draw equal numbers outside of the events, even if they draw different numbers inside.
+index of the slice of the sequence that the rank computes. After the event, the previous states are restored. Ranks that
+share samples therefore draw equal numbers outside of the events, even if they draw different numbers inside.
 
 The integer comes from torch's CPU generator, because every form of recomputation restores this generator: a block that
 is called again in the backward pass draws the same integer, even if the model recomputes it with
@@ -49,7 +49,7 @@ class Events:
         device: device of this rank.
         data_rank: index of the share of the samples that this rank reads; all ranks that read the same samples have the
             same index.
-        coordinate: index of this rank among the ranks that read the same samples.
+        coordinate: index of this rank among the ranks that compute slices of the same sequences.
     """
 
     def __init__(self, seed: int, device: torch.device, *, data_rank: int = 0, coordinate: int = 0) -> None:

@@ -23,7 +23,7 @@ def is_seen_by_dry_run(plan: Plan, machine: Machine) -> bool:
     offload = plan.offload
     if offload.parameters != "none" or (offload.optimizer_states != "none" and plan.activation.policy == "budget"):
         return False
-    return not leave_device(plan, machine)
+    return plan.parallel.pipeline_parallel_size == 1 and not leave_device(plan, machine)
 
 
 def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:

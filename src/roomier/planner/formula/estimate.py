@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from roomier.api.module import network_of
 from roomier.core import torch_fake
+from roomier.core.errors import NoForecastError
 from roomier.core.mesh import Mesh
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -135,8 +136,11 @@ class Estimator:
         note.
 
         Raises:
-            RoomierError: ``build`` rejects the plan, or an activation budget is too small.
+            RoomierError: ``build`` rejects the plan, an activation budget is too small, or the plan has a pipeline.
         """
+        if (size := plan.parallel.pipeline_parallel_size) > 1:
+            action = "Use pipeline_parallel_size=1, or strategy='zero3', which has a forecast"
+            raise NoForecastError("pipeline_parallel_size", size, "has no forecast yet", action)
         layout = self._layout(plan)
         states = self._states_of(plan, layout)
         step = self._step(plan, layout, states, micro_batch)

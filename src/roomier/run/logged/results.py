@@ -272,7 +272,7 @@ class Results:
             for key, entry in self._entries.get(stage, {}).items()
         }
         gathered = self._ranks.gather((extra, own))
-        of_data_ranks = [entries for _, entries in gathered[:: self._ranks.mesh.num_peers]]
+        of_data_ranks = [gathered[rank][1] for rank in self._ranks.mesh.representatives]
         for (stage, name, is_in_batch), of_all in reduce_over_ranks(of_data_ranks).items():
             table = self._entries.setdefault(stage, {})
             entry = table.get((name, is_in_batch))
@@ -424,7 +424,8 @@ class Results:
         own = {key: entry.for_other_ranks() for key, entry in self._entries["train"].items()}
         over_ranks = {}
         if not self._ranks.is_alone:
-            over_ranks = reduce_over_ranks(self._ranks.gather(own)[:: self._ranks.mesh.num_peers])
+            gathered = self._ranks.gather(own)
+            over_ranks = reduce_over_ranks([gathered[rank] for rank in self._ranks.mesh.representatives])
         for key, of_all in over_ranks.items():  # includes names that only other ranks logged
             self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
         for (name, is_in_batch), entry in self._entries["train"].items():

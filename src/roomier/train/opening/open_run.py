@@ -23,6 +23,7 @@ from roomier.core.device.events import Events
 from roomier.core.device.rng import rng_state, separate_rng, set_rng_state
 from roomier.core.errors import DataError
 from roomier.core.log import notice
+from roomier.core.mesh import CONTEXT
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
@@ -129,7 +130,7 @@ def open_run(
 def _events_of(settled: Settled, device: torch.device) -> Events:
     ranks = settled.ranks
     seed = ranks.from_zero(torch.initial_seed() % 2**63)
-    return Events(seed, device, data_rank=ranks.data.world.rank, coordinate=ranks.peers.world.rank)
+    return Events(seed, device, data_rank=ranks.data.world.rank, coordinate=ranks.mesh.coordinate(CONTEXT))
 
 
 @contextmanager

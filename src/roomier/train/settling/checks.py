@@ -27,7 +27,8 @@ def check_call(request: Request) -> None:
     """Check a call before the call changes any state.
 
     Raises:
-        RoomierError: the Trainer or the model is in use, the module does not define the step, or the data is ambiguous.
+        RoomierError: the Trainer or the model is in use, the module does not define the step or does not
+            support the plan, or the data is ambiguous.
     """
     stage, module, datamodule, trainer = request.stage, request.module, request.datamodule, request.trainer
     if request.state.stage is not None:
@@ -47,6 +48,11 @@ def check_call(request: Request) -> None:
     if step is not None and not overrides(module, step, Module):
         action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"
         raise RoomierError(step, type(module).__name__, f"the module does not define {step}", action)
+    size = request.plan.parallel.pipeline_parallel_size
+    if size > 1 and not module.automatic_optimization:
+        problem = "is not supported with manual optimization, because a schedule determines the backward passes"
+        action = "Use pipeline_parallel_size=1, or use automatic optimization"
+        raise RoomierError("pipeline_parallel_size", size, problem, action)
     check_hook_names(seen_by_user(module), Module)
     if datamodule is None:
         return

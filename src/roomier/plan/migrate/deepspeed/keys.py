@@ -144,7 +144,11 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
     "curriculum_learning": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
     "data_efficiency": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
     "expert_parallel": ("enabled", "is not implemented", "Remove it. Stage 3 shards the parameters of all experts"),
-    "pipeline": ("stages", "is not implemented", "Remove it. Stage 3 shards the parameters"),
+    "pipeline": (
+        "stages",
+        "is not supported in a DeepSpeed config",
+        "Use stage 3, or strategy={'name': 'ddp', 'pipeline_parallel_size': 2} instead of the config",
+    ),
     "tensor_parallel": ("autotp_size", "is not implemented", "Remove it. Stage 3 shards the parameters"),
     "hybrid_engine": ("enabled", "is not implemented", "Remove it"),
     "nebula": ("enabled", "is not supported", "Remove it, and use ModelCheckpoint(async_save=True)"),
