@@ -45,6 +45,7 @@ class Case:
     precision: str = "64-true"
     levers: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Any, ...] = ()
+    dimension: str = "context_parallel_size"
 
     @property
     def step_samples(self) -> int:
@@ -144,7 +145,7 @@ def fit(case: Case) -> Trained:
 
 def fit_module(case: Case) -> tuple[Trained, Fitted]:
     module, rows, norms = Fitted(case), Rows(), Norms()
-    strategy: dict[str, Any] = {"name": case.strategy, "context_parallel_size": case.size}
+    strategy: dict[str, Any] = {"name": case.strategy, case.dimension: case.size}
     if case.shard_size is not None:
         strategy["shard_size"] = case.shard_size
     torch.manual_seed(SEED)

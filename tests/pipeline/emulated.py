@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 
 from roomier.api.blocks import find_blocks
 from roomier.core.device.events import Events, install_events
-from roomier.techniques.pipeline.stage import PipelineStage, install_stage, parameters_of_stage
-from roomier.techniques.pipeline.trace import Trace, trace_step, without_values
+from roomier.techniques.pipeline.pipeline import find_pipeline
+from roomier.techniques.pipeline.stage import PipelineStage
+from roomier.techniques.pipeline.trace import Trace, parameters_without_values, trace_step
 from roomier.techniques.pipeline.units import find_units
 
 Step = Callable[[nn.Module, Any], Tensor]
 
 
 def traced(network: nn.Module, step: Step, batch: Any) -> Trace:
-    twin = copy.deepcopy(network)
-    without_values(twin)
+    twin = copy.deepcopy(network, dict(parameters_without_values(network)))
     return trace_step(twin, find_units(twin, find_blocks(twin)), lambda: step(twin, batch))
 
 
@@ -40,27 +39,22 @@ def train(network: nn.Module, step: Step, batches: list[Any]) -> tuple[list[Tens
     return losses, {name: each.grad for name, each in network.named_parameters() if each.grad is not None}
 
 
-def cuts_of(trace: Trace, num_stages: int) -> list[int]:
-    number = len(trace.events)
-    return [number * stage // num_stages for stage in range(num_stages + 1)]
-
-
 def run_stages(
     network: nn.Module, step: Step, batches: list[Any], num_stages: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the losses and the sum of the gradients of all stages."""
     trace = traced(network, step, batches[0])
-    cuts = cuts_of(trace, num_stages)
-    stages, copies = [], []
-    for first, last in itertools.pairwise(cuts):
+    pipeline = find_pipeline(network, find_blocks(network), trace, num_stages, "gpipe")
+    owners = pipeline.owners(network, find_blocks(network))
+    plans, stages, copies = [], [], []
+    for number in range(num_stages):
         copied = copy.deepcopy(network)
-        stages.append(PipelineStage(trace, first, last, torch.device("cpu")))
         units = find_units(copied, find_blocks(copied))
-        install_stage(copied, units, stages[-1])
+        plans.append(pipeline.plan_of(trace, number))
+        stages.append(PipelineStage(copied, units, torch.device("cpu")))
         install_events(units.values())
-        own = parameters_of_stage(copied, units, stages[-1])
         for name, each in copied.named_parameters():
-            if name not in own:
+            if number not in owners[name]:
                 with torch.no_grad():
                     torch.utils.swap_tensors(each, nn.Parameter(each.to("meta"), requires_grad=each.requires_grad))
         copies.append(copied)
@@ -69,8 +63,8 @@ def run_stages(
         inputs: list[list[Tensor]] = []
         outputs: list[list[Tensor]] = []
         received: list[Tensor] = []
-        for stage, copied in zip(stages, copies, strict=True):
-            flags = [value in trace.with_gradients for value in stage.received]
+        for plan, stage, copied in zip(plans, stages, copies, strict=True):
+            flags = [value in trace.with_gradients for value in plan.received]
             inputs.append(
                 [each.detach().clone().requires_grad_(flag) for each, flag in zip(received, flags, strict=True)]
             )
@@ -78,8 +72,8 @@ def run_stages(
             with events.window(0):
                 events._index = number
                 events.begin_micro_batch()
-                result = stage.forward(partial(step, copied, batch), inputs[-1])
-                outputs.append([result] if stage.is_last else result)
+                result = stage.forward(plan, partial(step, copied, batch), inputs[-1])
+                outputs.append([result] if plan.is_last else result)
             received = outputs[-1]
         losses.append(outputs[-1][0].detach())
         gradients: list[Tensor] = [torch.ones_like(outputs[-1][0])]

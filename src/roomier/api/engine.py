@@ -43,6 +43,7 @@ class StepHooks:
         change_gradient: called with each parameter and its gradient (or this rank's shard) by
             ``Engine.change_gradients``. Engines that free gradients during the backward pass call it during backward,
             and may call it twice.
+        step_name: name of the method that :meth:`Engine.forward` runs, such as ``"validation_step"``.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 
@@ -57,6 +58,7 @@ class StepHooks:
     batch_loss: Callable[[Tensor, int], Any] = _do_nothing
     batch_end: Callable[[int], Any] = _do_nothing
     change_gradient: Callable[[Tensor, Tensor], Any] | None = None
+    step_name: str = "training_step"
     is_skipping: Callable[[], bool] = bool
 
 

@@ -7,7 +7,7 @@ of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -86,6 +86,13 @@ class Ranks:
         if len(numbers) == self.world.size:
             return self
         world = self.mesh.data if dimensions == OUTER else World(numbers.index(self.world.rank), len(numbers))
+        return self._of(world, _group_of(numbers), Mesh(world))
+
+    def among(self, numbers: Sequence[int]) -> Ranks:
+        """Return the ranks ``numbers``, which include this rank. These ranks must call this method in the same order,
+        because it creates a process group."""
+        numbers = tuple(sorted(numbers))
+        world = World(numbers.index(self.world.rank), len(numbers))
         return self._of(world, _group_of(numbers), Mesh(world))
 
     def _of(self, world: World, group: dist.ProcessGroup | None, mesh: Mesh) -> Ranks:

@@ -57,7 +57,7 @@ def build(
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds adapters, which ``weights`` does not contain
     # Before all other techniques, so that no rank holds the full weights of a model that is sharded later.
-    taken = take_weights(network, plan, ranks, given=given)
+    taken = None if facts.is_staged else take_weights(network, plan, ranks, given=given)
     precision.convert_module(network)  # all later techniques depend on the dtype of the weights
     leaves = plan.offload.parameters != "none" and not torch_fake.makes_fake_tensors()
     parameters: OffloadedParameters | None = None
@@ -65,7 +65,9 @@ def build(
         parameters = filled_parameters(plan, facts, taken, weights)  # the device never holds all parameters
         taken = weights = None
     if taken is None:
-        if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and ``to`` cannot swap them
+        if not (
+            facts.is_staged or torch_fake.makes_fake_tensors()
+        ):  # fake tensors are on the device, and ``to`` cannot swap them
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps

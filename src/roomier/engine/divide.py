@@ -14,11 +14,13 @@ from torch import nn
 from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
 from roomier.core.host_memory import retain_freed_blocks
-from roomier.engine.facts import Facts
-from roomier.engine.materialise import shards_parameters
+from roomier.engine.facts import OWNERS, Facts
+from roomier.engine.materialise import on_meta, replace_parameters, shards_parameters
 from roomier.plan import Plan
 from roomier.plan.choices import averages_itself
+from roomier.plan.parts import ParallelPlan
 from roomier.techniques.parallel.parallel import Parallel
+from roomier.techniques.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from roomier.techniques.parallel.shard import Shards
@@ -39,11 +41,15 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     """
     network, device, ranks = facts.network, facts.device, facts.ranks
     wanted = plan.parallel
+    if facts.is_staged and facts.pipeline is None:
+        raise _sharded_differently(network)
     if ranks.is_alone or wanted.strategy == "single":  # a trace has one replica among fake peers
         return Parallel()
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
+    if (pipeline := facts.pipeline) is not None:
+        return _stages(facts, pipeline, wanted)
     if averages_itself(plan.optimizer.name):
         from roomier.techniques.parallel.replicate import OwnGradients  # late import: unused by one process
 
@@ -92,6 +98,20 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # not by setattr, which would register the shards as a submodule
     return shards
+
+
+def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan) -> Parallel:
+    from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
+    from roomier.techniques.parallel.stages import Stages  # late import: as above
+
+    network, stage = facts.network, facts.ranks.mesh.stage_index
+    if not facts.is_staged:
+        take_values_of_rank_zero(network, facts.ranks)
+        owners = network.__dict__[OWNERS] = pipeline.owners(network, facts.blocks)
+        absent = {each for name, each in network.named_parameters() if stage not in owners[name]}
+        replace_parameters(network, lambda each: on_meta(each) if each in absent else each)
+    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
+    return Stages(network, facts.ranks, network.__dict__[OWNERS], wire_dtype)
 
 
 def _retain_memory_of_steps(plan: Plan, network: nn.Module) -> None:

@@ -16,7 +16,11 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.ranks import Ranks
 from roomier.plan import Plan
 from roomier.techniques.context.region import SequenceRegion
+from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.precision.policy import Precision, precision_of
+
+OWNERS = "_roomier_owners"
+"""Attribute of a network that a pipeline divided: the numbers of the stages that store each tensor, by name."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Facts:
         ranks: the ranks that train the network together.
         is_manual: whether the module runs backward and update in its ``training_step`` (manual optimization).
         region: the blocks that run on slices of the sequence; None if each rank has its own sequences.
+        is_staged: whether an earlier run left only the parameters of one stage of a pipeline in the network.
+        pipeline: the stages of the network; None if each rank runs the full network.
     """
 
     network: nn.Module
@@ -40,6 +46,8 @@ class Facts:
     ranks: Ranks
     is_manual: bool = False
     region: SequenceRegion | None = None
+    is_staged: bool = False
+    pipeline: Pipeline | None = None
 
 
 def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
@@ -55,7 +63,8 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     is_manual = not module.automatic_optimization
-    return Facts(network, tuple(find_blocks(network)), device, precision, ranks, is_manual)
+    is_staged = OWNERS in network.__dict__
+    return Facts(network, tuple(find_blocks(network)), device, precision, ranks, is_manual, is_staged=is_staged)
 
 
 def check_module(plan: Plan, module: Module, network: nn.Module) -> None:

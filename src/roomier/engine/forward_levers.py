@@ -23,6 +23,8 @@ from roomier.techniques.attention.kernels import attention_context
 from roomier.techniques.context.exchange import ContextGroup
 from roomier.techniques.context.forward import install_exchange, install_slices
 from roomier.techniques.loss.chunked import LossWatch, apply_chunked_loss
+from roomier.techniques.pipeline.stage import PipelineStage
+from roomier.techniques.pipeline.units import find_units
 from roomier.techniques.precision.lstm import replace_missing_lstm_kernels
 from roomier.techniques.precision.sizes import size_warnings
 
@@ -82,6 +84,7 @@ class Levers:
         forward_context: object that creates the context for each forward pass.
         backward_context: function that creates the context for each backward pass, in which blocks can be recomputed.
         recompute: object that recomputes or offloads the activations of its blocks; without effect if it has no blocks.
+        stage: the stage of a pipeline that this rank runs; None without a pipeline.
         output_layer: the layer whose logits are computed in chunks; None without a chunked loss.
     """
 
@@ -90,6 +93,7 @@ class Levers:
     backward_context: MakeContext
     recompute: Recompute = field(default_factory=lambda: Recompute(()))
     output_layer: nn.Linear | None = None
+    stage: PipelineStage | None = None
 
     def end_update(self) -> None:
         """Mark the output layer's weights as changed, because fused optimizers bypass autograd's version counters."""
@@ -99,6 +103,8 @@ class Levers:
     def undo(self) -> None:
         """Restore the original ``forward`` methods, and free offloaded activations. Parameters keep their values."""
         unwrap(self.network)
+        if self.stage is not None:
+            self.stage.close()
         self.recompute.close()
 
 
@@ -137,8 +143,12 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
             levers.forward_context.watches.append(CompileClock())
         if region is not None and group is not None:
             install_slices(network, region, group)  # outermost, because other code uses the full sequence
+        if facts.pipeline is not None:
+            levers.stage = PipelineStage(network, find_units(network, blocks), device)  # skips all of the above
         if plan.batch.seeding == "events":
-            install_events(blocks)  # outermost, because its seeds are set outside of compiled code
+            sliced = [network.get_submodule(each.name) for each in region.blocks] if region is not None else []
+            # Outermost, because its seeds are set outside of compiled code, and skipped units draw the same numbers.
+            install_events(find_units(network, blocks).values(), sliced)
     except BaseException:
         levers.undo()
         raise

@@ -279,7 +279,7 @@ class TakenWeights:
             is_whole = parameter.is_meta and type(parameter) is nn.Parameter
             return _with_attributes(parameter, real(parameter)) if is_whole else parameter
 
-        _replace_parameters(network, whole)  # preserves tied parameters; convert_tensors preserves sharded ones
+        replace_parameters(network, whole)  # preserves tied parameters; convert_tensors preserves sharded ones
         torch_private.convert_tensors(root, real)
         if self._scratch is not None:
             self._scratch.close()
@@ -318,7 +318,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     scratch = Scratch(plan.offload.folder) if stores else None  # keeps at most one parameter in host memory
     pages = Pages(cut, discards=given is not None, scratch=scratch)
     small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
-    _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
+    replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
             report_lost_initialization(network, meta_tensors)
@@ -332,7 +332,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     if meta_tensors:
         check_written(network, buffers, given or set(), ranks)
     taken = {name: each.page for name, each in network.named_parameters() if isinstance(each, PagedTensor)}
-    _replace_parameters(network, _on_meta)
+    replace_parameters(network, lambda each: on_meta(each) if isinstance(each, PagedTensor) else each)
     return TakenWeights(taken, has_weights=given is not None, scratch=scratch)
 
 
@@ -364,7 +364,8 @@ def _shard_of(plan: Plan, ranks: Ranks) -> Cut:
     return Cut(shards.size, shards.rank)
 
 
-def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+def replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace each parameter of ``network`` with the result of ``replace``. Shared parameters remain shared."""
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the old parameter, so that its id is not reused
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -375,9 +376,8 @@ def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn
                 setattr(module, name, new)
 
 
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    if not isinstance(parameter, PagedTensor):
-        return parameter
+def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter on the meta device with the shape and the attributes of ``parameter``."""
     return _with_attributes(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 

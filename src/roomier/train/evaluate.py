@@ -170,7 +170,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
     def run_batch(host_batch: Any, batch_idx: int, counts: bool) -> Any:
         step = partial(_with_index, own_step, (batch_idx, *last))
         batch = results.batch = engine.move(host_batch)
-        results.is_in_batch = True
+        results.is_in_batch, engine.hooks.step_name = True, f"{stage}_step"
         try:
             if not counts:
                 with muted(module, results):

@@ -53,7 +53,8 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = step_of(run.module, "training_step")
         self.counts_batches = not run.module.automatic_optimization
-        # The loss is a share of the mean over all ranks of a stage. A sum is divided only among its peers.
+        # The loss is a share of the mean over all ranks of the last stage. A sum is divided only among those that read
+        # the same samples.
         is_mean, mesh = run.module.loss_reduction == "mean", run.ranks.mesh
         self._num_shares = (mesh.world.size if is_mean else mesh.num_peers) // mesh.stage
         self.log_interval = run.options.log_every_n_steps

@@ -45,10 +45,11 @@ from roomier.train.opening.open_run import LOADER_NAMES, close_run, make_model, 
 from roomier.train.opening.profiled import process_settings, profiled
 from roomier.train.position import watch_for_hangs
 from roomier.train.saving.remote import open_uploads
+from roomier.train.saving.restore import find_start
 from roomier.train.saving.save import is_found_as_last
 from roomier.train.settling.checks import check_call
 from roomier.train.settling.job import CutTo, global_batch_of, remove_empty
-from roomier.train.settling.settle import find_start, settle
+from roomier.train.settling.settle import settle
 from roomier.trainer.attributes import TrainerAttributes
 from roomier.trainer.report import prepare_forecast
 

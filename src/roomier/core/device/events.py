@@ -3,10 +3,12 @@
 [Note: events]
 With ``seeding="stream"``, the generators of a rank continue from one step to the next, so a random number depends on
 all random numbers that the rank drew before. With ``seeding="events"``, the generators are seeded at the start of each
-micro-batch from (seed, step, data rank, micro-batch). Each call of a block is an *event*: it draws one integer, which
-is equal on all ranks that read the same samples, and runs with generators that are seeded from this integer and the
-index of the slice of the sequence that the rank computes. After the event, the previous states are restored. Ranks that
-share samples therefore draw equal numbers outside of the events, even if they draw different numbers inside.
+micro-batch from (seed, step, data rank, micro-batch). Each call of a unit (a block, or an outermost module with
+parameters or dropout outside of the blocks) is an *event*: it draws one integer, which is equal on all ranks that read
+the same samples, and runs with generators that are seeded from this integer. If the unit runs on a slice of the
+sequence, its seed also depends on the index of the slice. After the event, the previous states are restored. Ranks that
+share samples therefore draw equal numbers outside of the events, even if they draw different numbers inside or, in a
+pipeline, skip the event.
 
 The integer comes from torch's CPU generator, because every form of recomputation restores this generator: a block that
 is called again in the backward pass draws the same integer, even if the model recomputes it with
@@ -19,7 +21,7 @@ numbers as without events.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,7 +51,7 @@ class Events:
         device: device of this rank.
         data_rank: index of the share of the samples that this rank reads; all ranks that read the same samples have the
             same index.
-        coordinate: index of this rank among the ranks that compute slices of the same sequences.
+        coordinate: index of the slice of the sequence that this rank computes.
     """
 
     def __init__(self, seed: int, device: torch.device, *, data_rank: int = 0, coordinate: int = 0) -> None:
@@ -85,28 +87,32 @@ class Events:
 
         return call
 
-    def seed_of_event(self) -> int:
+    def seed_of_event(self, *, is_sliced: bool) -> int:
         """Draw the integer of an event, and return the seed of this rank."""
-        return mix_seed(int(torch.randint(2**62, (), device="cpu")), self._coordinate)
+        return mix_seed(int(torch.randint(2**62, (), device="cpu")), self._coordinate * is_sliced)
 
 
 class EventForward(WrappedForward):
-    """Wrapper for the ``forward`` method of a block. In a training step, each call is an event; see [Note: events]."""
+    """Wrapper for the ``forward`` method of a unit. In a training step, each call is an event; see [Note: events]."""
+
+    def __init__(self, module: nn.Module, *, is_sliced: bool) -> None:
+        super().__init__(module)
+        self._is_sliced = is_sliced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _running:  # an evaluation or a dry run
             return self.forward(*args, **kwargs)
         events = _running[-1]
-        seed = events.seed_of_event()
+        seed = events.seed_of_event(is_sliced=self._is_sliced)
         with _restored(events.device):
             _seed(seed, events.device)
             return self.forward(*args, **kwargs)
 
 
-def install_events(blocks: Iterable[nn.Module]) -> None:
-    """Make each call of a block in training an event."""
-    for block in blocks:
-        install(block, EventForward(block))
+def install_events(units: Iterable[nn.Module], sliced: Collection[nn.Module] = ()) -> None:
+    """Make each call of a unit in training an event. The units in ``sliced`` run on slices of the sequence."""
+    for unit in units:
+        install(unit, EventForward(unit, is_sliced=unit in sliced))
 
 
 def _seed(seed: int, device: torch.device) -> None:

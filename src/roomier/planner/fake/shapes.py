@@ -44,7 +44,23 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     """
     _refuse(module)
     makers = _Makers(module, weight_dtype)
-    memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
+    copied = copied_module(module, {id(each): makers.make(each) for each in _tensors_of(module)})
+    if next(copied.parameters(), None) is None and overrides(copied, "configure_model", Module):
+        copied.configure_model()
+        return shapes_of(copied, weight_dtype) if weight_dtype is not None else copied
+    return copied
+
+
+def copied_module(module: Module, memo: dict[int, Any]) -> Module:
+    """Return a copy of ``module`` that logs and prints nothing, and whose ``forward`` methods are the original ones.
+
+    Args:
+        module: module to copy.
+        memo: replacements of objects by id, as in ``copy.deepcopy``.
+
+    Raises:
+        NoForecastError: an object cannot be copied.
+    """
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
     trainer = module.trainer if module.is_attached else None  # training_step can read its attributes, such as the epoch
     if trainer is not None:
@@ -62,9 +78,6 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         for name in ("log", "log_dict", "print"):
             part.__dict__[name] = _ignore
     unwrap(copied)  # removes wrappers that an earlier run installed
-    if next(copied.parameters(), None) is None and overrides(copied, "configure_model", Module):
-        copied.configure_model()
-        return shapes_of(copied, weight_dtype) if weight_dtype is not None else copied
     return copied
 
 

@@ -99,7 +99,8 @@ class Replicas(Parallel):
         if not self._is_last:
             return
         if self._ddp is None:
-            is_unused = average_gradients(self._trained, self._ranks, self._wire_dtype)
+            size = self._ranks.world.size
+            is_unused = reduce_gradients(self._trained, self._ranks, self._wire_dtype, divisor=size)
             self._finds_unused |= is_unused
             self._wraps_next = not self._by_hand
         elif not self._finds_unused:
@@ -164,14 +165,20 @@ class Replicas(Parallel):
         return TrainingError("training_step", [trained[each] for each in unreduced[:5]], problem, action)
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
-    """Average the gradients of ``parameters`` over all ranks, in place.
+def reduce_gradients(
+    parameters: Sequence[nn.Parameter],
+    ranks: Ranks,
+    wire_dtype: torch.dtype | None = None,
+    *,
+    divisor: int = 1,
+) -> bool:
+    """Sum the gradients of ``parameters`` over all ranks, and divide them by ``divisor``, in place.
 
     A gradient that is missing on some ranks counts as zero.
 
     Args:
         parameters: parameters in the same order on every rank.
-        ranks: all ranks of the run.
+        ranks: ranks that have these parameters.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
 
     Returns:
@@ -186,16 +193,13 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dty
         if each.grad is None:
             each.grad = torch.zeros_like(each)
     for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
-        _average([each.grad for each in group if each.grad is not None], wire_dtype)
+        gradients = [each.grad for each in group if each.grad is not None]
+        flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
+        dist.all_reduce(flat, group=ranks.process_group)
+        flat /= divisor
+        for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
     return any(count < ranks.world.size for count in counts)
-
-
-def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:
-    flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 def _dtype_name(parameter: nn.Parameter) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,74 +34,101 @@ class StageError(BaseException):
         self.error = error
 
 
-@dataclass(eq=False)
-class _StageRun:
-    """State of a micro-batch in the forward pass of a stage.
-
-    Attributes:
-        number: number of the next event.
-        values: values that the stage received or computed for the next stages.
-    """
-
-    number: int
-    values: dict[Value, Tensor]
-
-
-@dataclass(eq=False)
-class PipelineStage:
-    """Consecutive events that one rank runs.
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """The events of a traced step that one stage runs.
 
     Attributes:
         trace: the events of the step.
         first, last: numbers of the first event of the stage, and of the first event after it.
-        device: device of this rank.
-        received: values that the stage receives from the stage before it.
-        sent: values that the stage sends to the stage after it.
-        replays: wrappers of the modules that are called again for skipped events, by name.
     """
 
     trace: Trace
     first: int
     last: int
-    device: torch.device
-    received: list[Value] = field(init=False)
-    sent: list[Value] = field(init=False)
-    replays: dict[str, Replay] = field(default_factory=dict)
-    _run: _StageRun | None = None
 
-    def __post_init__(self) -> None:
-        self.received = self.trace.carried(self.first)
-        self.sent = self.trace.carried(self.last)
+    @cached_property
+    def received(self) -> list[Value]:
+        """Values that the stage receives from the stage before it."""
+        return self.trace.carried(self.first)
+
+    @cached_property
+    def sent(self) -> list[Value]:
+        """Values that the stage sends to the stage after it."""
+        return self.trace.carried(self.last)
 
     @property
     def is_last(self) -> bool:
         """True if the stage computes the result of the step."""
         return self.last == len(self.trace.events)
 
-    def forward(self, step: Callable[[], Any], received: Sequence[Tensor]) -> Any:
+
+@dataclass(eq=False)
+class _StageRun:
+    """State of a micro-batch in the forward pass of a stage.
+
+    Attributes:
+        plan: the events of the step.
+        number: number of the next event.
+        values: values that the stage received or computed for the next stages.
+    """
+
+    plan: StagePlan
+    number: int
+    values: dict[Value, Tensor]
+
+
+class PipelineStage:
+    """Part of a network that one rank runs. Each call of a unit is an event of the running step.
+
+    Args:
+        network: the network.
+        units: the units of ``network``, whose ``forward`` methods are replaced.
+        device: device of this rank.
+    """
+
+    def __init__(self, network: nn.Module, units: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._network, self._device = network, device
+        self._replays: dict[str, Replay] = {}  # modules that are called again for skipped events, by name
+        self._run: _StageRun | None = None
+        self._hooks = []
+        for name, unit in units.items():
+            install(unit, UnitForward(unit, name, self))
+            self._hooks.append(unit.register_forward_hook(lambda *_: self._leave()))
+
+    def close(self) -> None:
+        """Remove the hooks of the units. ``unwrap`` restores the ``forward`` methods."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forward(self, plan: StagePlan, step: Callable[[], Any], received: Sequence[Tensor]) -> Any:
         """Run the events of this stage for one micro-batch.
 
         Args:
+            plan: the events of the step.
             step: function that runs the step.
-            received: a tensor for each value in :attr:`received`.
+            received: a tensor for each value that the plan receives.
 
         Returns:
-            The result of the step if :attr:`is_last`; otherwise a tensor for each value in :attr:`sent`.
+            The result of the step on the last stage; otherwise a tensor for each value that the plan sends.
 
         Raises:
             TrainingError: the step called other units than the traced step.
         """
-        self._run = run = _StageRun(0, dict(zip(self.received, received, strict=True)))
+        for name in {each for event in plan.trace.events for each in event.replayed} - self._replays.keys():
+            self._replays[name] = Replay(module := self._network.get_submodule(name))
+            install(module, self._replays[name])
+        self._run = run = _StageRun(plan, 0, dict(zip(plan.received, received, strict=True)))
         try:
             result = step()
         except StageDone:
-            return [run.values[value] for value in self.sent]
+            return [run.values[value] for value in plan.sent]
         except StageError as error:
             raise error.error from None
         finally:
             self._run = None
-        if run.number != len(self.trace.events):
-            raise self._changed("the end of the step", run.number)
+        if run.number != len(plan.trace.events):
+            raise _changed(plan, "the end of the step", run.number)
         return result
 
     def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -108,14 +136,14 @@ class PipelineStage:
         run = self._run
         if run is None:  # an evaluation, or a block that is recomputed in backward
             return forward(*args, **kwargs)
-        number, events = run.number, self.trace.events
+        plan, number, events = run.plan, run.number, run.plan.trace.events
         if number >= len(events) or events[number].unit != name:
-            raise StageError(self._changed(name, number))
+            raise StageError(_changed(plan, name, number))
         run.number += 1
-        if number < self.first:
+        if number < plan.first:
             return self._skipped(run, number)
         self._run = None  # a unit can call other units
-        replays = [self.replays[each] for each in dict.fromkeys(events[number].replayed)]
+        replays = [self._replays[each] for each in dict.fromkeys(events[number].replayed)]
         try:
             with ExitStack() as stack:
                 for replay in replays:
@@ -124,71 +152,49 @@ class PipelineStage:
         finally:
             self._run = run
         leaves = torch_private.split_leaves((output, [each for replay in replays for each in replay.outputs]))[0]
-        for value in self.sent:
+        for value in plan.sent:
             if value[0] == number:
                 leaf = leaves[value[1]]
-                spec = self.trace.spec(value)
+                spec = plan.trace.spec(value)
                 if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (spec.shape, spec.dtype):
-                    raise StageError(self._changed(f"another output of {name}", number))
-                run.values[value] = leaf.clone() if value in self.trace.written else leaf
+                    raise StageError(_changed(plan, f"another output of {name}", number))
+                run.values[value] = leaf.clone() if value in plan.trace.written else leaf
         return output
 
     def _skipped(self, run: _StageRun, number: int) -> Any:
-        event = self.trace.events[number]
+        event, written = run.plan.trace.events[number], run.plan.trace.written
         leaves = []
         for index, leaf in enumerate(event.leaves):
-            value, is_written = (number, index), (number, index) in self.trace.written
+            value, is_written = (number, index), (number, index) in written
             if not isinstance(leaf, Spec):
                 leaves.append(leaf)
             elif value in run.values:
                 leaves.append(run.values[value].clone() if is_written else run.values[value])
             else:
-                leaves.append(_poison(leaf, self.device, is_written))
+                leaves.append(_poison(leaf, self._device, is_written))
         output, of_modules = torch_private.join_leaves(leaves, event.form)
         for name, each in zip(event.replayed, of_modules, strict=True):
-            self.replays[name].again(each)
+            self._replays[name].again(each)
         return output
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Leave the step if its last event on this stage has run."""
-        if self._run is not None and self._run.number == self.last and not self.is_last:
+        if self._run is not None and self._run.number == self._run.plan.last and not self._run.plan.is_last:
             raise StageDone
 
-    def _changed(self, name: str, number: int) -> TrainingError:
-        events = self.trace.events
-        expected = events[number].unit if number < len(events) else "the end of the step"
-        return TrainingError(
-            "training_step",
-            name,
-            f"the first batch ran {expected} at this place, and a pipeline requires the same order in each step",
-            "Make the order of the modules independent of the values in a batch",
-        )
 
-
-def parameters_of_stage(network: nn.Module, units: Mapping[str, nn.Module], stage: PipelineStage) -> set[str]:
-    """Return the names of the parameters that ``stage`` reads. Shared weights and weights that glue reads can belong to
-    several stages. Unused parameters belong to the last stage."""
-    trace = stage.trace
-    names: dict[nn.Parameter, str] = {each: name for name, each in network.named_parameters()}
-    of_units = {name: {names[each] for each in unit.parameters()} for name, unit in units.items()}
-    read = {name for event in trace.events for name in of_units[event.unit]} | trace.weights.keys()
-    own = {name for event in trace.events[stage.first : stage.last] for name in of_units[event.unit]}
-    own |= {name for name, number in trace.weights.items() if number < stage.last or stage.is_last}
-    return own | (set(names.values()) - read if stage.is_last else set())
+def _changed(plan: StagePlan, name: str, number: int) -> TrainingError:
+    events = plan.trace.events
+    expected = events[number].unit if number < len(events) else "the end of the step"
+    return TrainingError(
+        "training_step",
+        name,
+        f"the first batch ran {expected} at this place, and a pipeline requires the same order in each step",
+        "Make the order of the modules independent of the values in a batch",
+    )
 
 
 def _poison(spec: Spec, device: torch.device, is_written: bool) -> Tensor:
     value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
     filled = torch.full((), value, dtype=spec.dtype, device=device).expand(spec.shape)
     return filled.clone() if is_written else filled
-
-
-def install_stage(network: nn.Module, units: Mapping[str, nn.Module], stage: PipelineStage) -> None:
-    """Make each call of a unit of ``network`` an event of ``stage``."""
-    replayed = {name for event in stage.trace.events for name in event.replayed}
-    for name in replayed:
-        stage.replays[name] = Replay(module := network.get_submodule(name))
-        install(module, stage.replays[name])
-    for name, unit in units.items():
-        install(unit, UnitForward(unit, name, stage))
-        unit.register_forward_hook(lambda *_: stage.leave())

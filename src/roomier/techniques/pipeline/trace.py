@@ -122,7 +122,7 @@ def trace_step(
     """Record the step that ``run`` executes.
 
     Args:
-        network: model whose parameters have no values; see :func:`without_values`.
+        network: copy of a model; see :func:`parameters_without_values`.
         units: the units of ``network``.
         run: function that runs the training step and returns its result.
         fake: context in which a unit runs on fake tensors.
@@ -153,20 +153,15 @@ def trace_step(
         # The interrupted event may have changed a cache, so the step starts again.
 
 
-def without_values(network: nn.Module) -> None:
-    """Replace the parameters of ``network`` by zeros that have no memory, with the same shapes."""
+def parameters_without_values(network: nn.Module) -> dict[int, nn.Parameter]:
+    """Return, for the id of each parameter, a parameter of zeros on the CPU that has the same shape and no memory.
+    ``copy.deepcopy`` accepts the result as its memo."""
 
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    def zeros(tensor: Tensor) -> nn.Parameter:
+        expanded = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        return nn.Parameter(expanded, requires_grad=tensor.requires_grad)
 
-    made: dict[Tensor, nn.Parameter] = {}
-    for module in network.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                same = made.get(parameter)
-                if same is None:
-                    same = made[parameter] = nn.Parameter(zeros(parameter), requires_grad=parameter.requires_grad)
-                module._parameters[name] = same
+    return {id(each): zeros(each) for each in network.parameters()}
 
 
 class _Zeros(torch.autograd.Function):
@@ -210,24 +205,28 @@ class Replay(WrappedForward):
         self.module = module
         self.outputs: list[Any] = []
         self._given: tuple[Any, ...] = ()
+        self._is_recording = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._given:
             return self._given[0]
         output = self.forward(*args, **kwargs)
-        self.outputs.append(output)
+        if self._is_recording:
+            self.outputs.append(output)
         return output
 
     @contextmanager
     def recording(self, *, withholds: bool = False) -> Iterator[None]:
         """Run an event. If ``withholds``, the hooks of the module do not run."""
         self.outputs.clear()
+        self._is_recording = True
         hooks = self.module._forward_hooks
         if withholds:
             self.module._forward_hooks = OrderedDict()
         try:
             yield
         finally:
+            self._is_recording = False
             self.module._forward_hooks = hooks
 
     def again(self, output: Any) -> None:

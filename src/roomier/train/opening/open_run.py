@@ -29,6 +29,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.materialise import built_in_parts
 from roomier.engine.optimizers import ConfigureOptimizers, configure
+from roomier.engine.staged import StagedEngine
 from roomier.loggers.group import LoggerGroup, choosing_their_folders
 from roomier.plan import Plan
 from roomier.run.logged.metric_state import gather_from_data_ranks
@@ -48,6 +49,7 @@ from roomier.train.opening.notices import (
     report_evaluation_mode,
     report_validation_at_unknown_end,
 )
+from roomier.train.opening.pipeline import StepTraces, pipeline_of
 from roomier.train.opening.region import region_of
 from roomier.train.saving.restore import restore, restore_first_weights, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
@@ -62,7 +64,12 @@ def build_eager(
     plan: Plan, module: Module, optimizers: ConfigureOptimizers, settled: Settled, facts: Facts
 ) -> tuple[Engine, Configured]:
     """Build the engine of a run on real devices."""
-    return build(plan, module, optimizers, EagerEngine, settled.ranks, settled.start.weights.file, facts)
+    weights = settled.start.weights.file
+    if facts.pipeline is None:
+        return build(plan, module, optimizers, EagerEngine, settled.ranks, weights, facts)
+    engine, configured = build(plan, module, optimizers, StagedEngine, settled.ranks, weights, facts)
+    engine.trace_of = StepTraces(module, facts, plan)
+    return engine, configured
 
 
 def make_model(settled: Settled, module: Module) -> None:
@@ -100,6 +107,8 @@ def open_run(
     facts = facts_of(plan, module, ranks)
     if plan.parallel.context_parallel_size > 1:
         facts = replace(facts, region=region_of(settled, module, facts))
+    if plan.parallel.pipeline_parallel_size > 1:
+        facts = replace(facts, pipeline=pipeline_of(settled, module, facts))
     settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
     engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
     with _closed_on_error(engine):

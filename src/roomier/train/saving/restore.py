@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import ChecksState, GoBackError, PlacesTensors
+from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
@@ -33,12 +34,13 @@ from roomier.core.ranks import Ranks
 from roomier.core.tree import to_device
 from roomier.data.position import check_generators
 from roomier.engine.weights_file import WeightsFile, prepare_nothing
+from roomier.loggers.group import set_run_folder
 from roomier.plan import Plan
 from roomier.plan.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
-from roomier.run.settled import FirstWeights
+from roomier.run.settled import FirstWeights, Request, Start
 from roomier.storage.remote_path import RemotePath
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.adapters.lora import as_keyword
@@ -53,7 +55,7 @@ from roomier.train.saving.lightning_resume import (
     show_checkpoint,
 )
 from roomier.train.saving.save import settle_background_save
-from roomier.train.settling.job import PREFIX
+from roomier.train.settling.job import PREFIX, Job, job_of_fit, run_folder
 
 _START_ANEW = "Restore a copy of the checkpoint, or pass ckpt_path=None to start from step 0"
 
@@ -393,6 +395,41 @@ class PlainCheckpoint:
         with errors_about("weights", self.path):
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         network.load_state_dict(read, strict=False)  # calls set_extra_state; the tensors already contain the weights
+
+
+def find_start(
+    request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None
+) -> tuple[Start, Job | None]:
+    """Find the checkpoint from which ``request`` resumes, and create the run folder. Every rank must call this
+    function.
+
+    Returns:
+        The checkpoint and the folder of the run; and the job to record in this folder, or None if no launcher restarts
+        jobs.
+
+    Args:
+        loggers: the loggers, which receive the run folder.
+        best_path: path of the best checkpoint of the last fit, for ``ckpt_path="best"``.
+
+    Raises:
+        RoomierError: the checkpoint or the weights file does not exist. For a fit, ``"last"`` may name none.
+    """
+    root, asked = request.root, request.ckpt_path
+    path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
+    if asked == "last" and path is None and not request.is_fit:
+        action = "Pass default_root_dir of the fit, the path of a checkpoint, or None for the weights of the module"
+        raise CheckpointError("ckpt_path", asked, f"names no checkpoint, because {root} contains none", action)
+    job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
+    earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
+    if earlier is not None:
+        path = earlier[0]
+    folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds rows to the logs of the fit
+    if request.is_fit:
+        folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
+    set_run_folder(loggers, folder)
+    weights = first_weights(request.weights, path, request.plan, ranks)
+    is_last = asked == "last" or earlier is not None
+    return Start(path, folder, weights, None if earlier is None else earlier[1], is_last), job
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:

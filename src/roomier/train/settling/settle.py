@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roomier.api.callback import kept_by
-from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.device.rng import rng_state, set_rng_state
-from roomier.core.errors import CheckpointError, NoForecastError
+from roomier.core.errors import NoForecastError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.loggers.group import set_run_folder
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.fake.shapes import shapes_of
@@ -32,10 +30,9 @@ from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
-from roomier.train.saving.restore import first_weights, resolve_checkpoint
 from roomier.train.settling.checks import check_hooks_need_no_gradients
 from roomier.train.settling.context import context_check
-from roomier.train.settling.job import Job, job_of_fit, keeps_micro_batch, run_folder, with_global_batch
+from roomier.train.settling.job import keeps_micro_batch, with_global_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # the import loads torch's sharding, which one rank with an explicit strategy does not need
@@ -236,38 +233,3 @@ def _report(choice: Choice, asked: Plan) -> None:
             f"on each {where}, with the same total. The gradient is the same if the loss is a mean or a sum over "
             "samples"
         )
-
-
-def find_start(
-    request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None
-) -> tuple[Start, Job | None]:
-    """Find the checkpoint from which ``request`` resumes, and create the run folder. Every rank must call this
-    function.
-
-    Returns:
-        The checkpoint and the folder of the run; and the job to record in this folder, or None if no launcher restarts
-        jobs.
-
-    Args:
-        loggers: the loggers, which receive the run folder.
-        best_path: path of the best checkpoint of the last fit, for ``ckpt_path="best"``.
-
-    Raises:
-        RoomierError: the checkpoint or the weights file does not exist. For a fit, ``"last"`` may name none.
-    """
-    root, asked = request.root, request.ckpt_path
-    path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
-    if asked == "last" and path is None and not request.is_fit:
-        action = "Pass default_root_dir of the fit, the path of a checkpoint, or None for the weights of the module"
-        raise CheckpointError("ckpt_path", asked, f"names no checkpoint, because {root} contains none", action)
-    job = job_of_fit(root, ranks) if request.is_fit and request.keeps_files else None
-    earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
-    if earlier is not None:
-        path = earlier[0]
-    folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds rows to the logs of the fit
-    if request.is_fit:
-        folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
-    set_run_folder(loggers, folder)
-    weights = first_weights(request.weights, path, request.plan, ranks)
-    is_last = asked == "last" or earlier is not None
-    return Start(path, folder, weights, None if earlier is None else earlier[1], is_last), job

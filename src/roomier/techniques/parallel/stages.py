@@ -1,0 +1,64 @@
+"""Parameters of a pipeline: each rank stores those of its stage, and the gradients are summed after the last backward
+pass of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roomier.core.mesh import OUTER, STAGE
+from roomier.core.ranks import Ranks
+from roomier.techniques.parallel.parallel import Parallel
+from roomier.techniques.parallel.replicate import reduce_gradients
+
+
+class Stages(Parallel):
+    """Network of which each rank stores one stage. Ranks of the same stage have the same parameters and different
+    samples.
+
+    Parameters of other stages are *absent*: they have their names and shapes, but are on the meta device.
+
+    Args:
+        network: network whose absent parameters are on the meta device.
+        ranks: all ranks of the run.
+        owners: for each parameter, the numbers of the stages that store it.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        ranks: Ranks,
+        owners: Mapping[str, tuple[int, ...]],
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._replicas, self._column, self._wire_dtype = ranks.along(*OUTER), ranks.along(STAGE), wire_dtype
+        self._stage = ranks.mesh.stage_index
+        named = list(network.named_parameters())
+        self._owners: dict[Tensor, tuple[int, ...]] = {each: owners[name] for name, each in named}
+        self._own = [each for name, each in named if self._stage in owners[name]]
+        of_stages = ranks.mesh.along(STAGE)[::-1]
+        self._sharing = {
+            stages: ranks.among([of_stages[stage] for stage in stages])
+            for stages in sorted({*owners.values()})
+            if len(stages) > 1 and self._stage in stages
+        }
+
+    def reduce(self) -> None:
+        """Sum the gradients of shared weights over the stages that use them, and all gradients over the replicas."""
+        own = [each for each in self._own if each.requires_grad]
+        for stages, ranks in self._sharing.items():
+            reduce_gradients([each for each in own if self._owners[each] == stages], ranks, self._wire_dtype)
+        if not self._replicas.is_alone:
+            reduce_gradients(own, self._replicas, self._wire_dtype)
+
+    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
+        # A shared weight is counted by the first of its stages.
+        own = {each: norm for each, norm in norms.items() if self._owners[each][0] == self._stage}
+        norm = super().join_norms(own)
+        square = norm.double().square()  # a stage without gradients does not know their dtype
+        dist.all_reduce(square, group=self._column.process_group)
+        return square.sqrt().to(norm.dtype)

@@ -1,0 +1,132 @@
+"""Distribution of a network to stages: the units at which the stages begin, and the stages that use each unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+from torch import nn
+
+from roomier.core.errors import PlanError
+from roomier.techniques.pipeline.stage import StagePlan
+from roomier.techniques.pipeline.trace import Trace
+from roomier.techniques.pipeline.units import find_units
+
+FIELD = "pipeline_parallel_size"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages of a network, equal on all ranks.
+
+    Attributes:
+        starts: the events at which the stages after the first begin: the name of the unit, and the number of earlier
+            calls of this unit in the step.
+        users: for each unit, and for each parameter that glue reads, the numbers of the stages that use it.
+        schedule: name of the order in which a stage runs the micro-batches of a step.
+    """
+
+    starts: tuple[tuple[str, int], ...]
+    users: Mapping[str, tuple[int, ...]]
+    schedule: str
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.starts) + 1
+
+    def plan_of(self, trace: Trace, stage: int) -> StagePlan:
+        """Return the events of ``trace`` that ``stage`` runs.
+
+        Raises:
+            PlanError: the step does not call the units at which the stages begin, or calls them in another order.
+        """
+        events = _calls([event.unit for event in trace.events])
+        cuts = [0, *(events.index(start) if start in events else -1 for start in self.starts), len(events)]
+        if any(a >= b for a, b in pairwise(cuts)):
+            units = ", ".join(name for name, _ in self.starts)
+            problem = f"the stages begin at {units}, but a step does not call these modules in this order"
+            raise PlanError(FIELD, self.num_stages, problem, "Call the same blocks in each step, or use 'zero3'")
+        return StagePlan(trace, cuts[stage], cuts[stage + 1])
+
+    def owners(self, network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+        """Return, for each parameter and each buffer of a unit, the numbers of the stages that store it, in ascending
+        order. Shared weights, and weights that glue reads, can have several stages. Unused parameters belong to the
+        last stage.
+        """
+        parameters: dict[nn.Parameter, str] = {each: name for name, each in network.named_parameters()}
+        found: dict[str, set[int]] = {name: set() for name in parameters.values()}
+        for name, unit in find_units(network, blocks).items():
+            names = chain((parameters[each] for each in unit.parameters()), _buffers_of(name, unit))
+            for each in names:
+                found.setdefault(each, set()).update(self.users.get(name, ()))
+        for name in found:
+            found[name].update(self.users.get(name, ()))
+        return {name: tuple(sorted(stages)) or (self.num_stages - 1,) for name, stages in found.items()}
+
+
+def find_pipeline(
+    network: nn.Module, blocks: Sequence[nn.Module], trace: Trace, num_stages: int, schedule: str
+) -> Pipeline:
+    """Divide the events of ``trace`` into stages, so that the slowest stage is as fast as possible.
+
+    Stages begin at blocks if the step calls enough blocks. The time of an event is proportional to the number of
+    elements in the weights that it multiplies.
+
+    Raises:
+        PlanError: the step has fewer events than ``num_stages``.
+    """
+    units = find_units(network, blocks)
+    names = [event.unit for event in trace.events]
+    begins = [number for number, name in enumerate(names) if number and units[name] in blocks]
+    if len(begins) < num_stages - 1:
+        begins = [*range(1, len(names))]
+    if len(begins) < num_stages - 1:
+        problem = f"a step calls only {len(names)} modules with parameters ({', '.join(names)})"
+        raise PlanError(FIELD, num_stages, problem, f"Use at most {FIELD}={len(names)}, or strategy='zero3'")
+    times = [sum(each.numel() for each in _multiplied(units[name])) for name in names]
+    cuts = _balanced(times, begins, num_stages)
+    users: dict[str, set[int]] = {}
+    for stage, (first, last) in enumerate(pairwise([0, *cuts, len(names)])):
+        is_last = last == len(names)
+        for name in names[first:last]:
+            users.setdefault(name, set()).add(stage)
+        for name, number in trace.weights.items():
+            if number < last or is_last:
+                users.setdefault(name, set()).add(stage)
+    stages = {name: tuple(sorted(found)) for name, found in users.items()}
+    return Pipeline(tuple(_calls(names)[cut] for cut in cuts), stages, schedule)
+
+
+def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Return each name with the number of earlier occurrences of the name."""
+    return [(name, names[:number].count(name)) for number, name in enumerate(names)]
+
+
+def _buffers_of(name: str, unit: nn.Module) -> list[str]:
+    return [f"{name}.{each}" for each, _ in unit.named_buffers()]
+
+
+def _multiplied(unit: nn.Module) -> list[nn.Parameter]:
+    tables = {id(each.weight) for each in unit.modules() if isinstance(each, nn.Embedding)}
+    return [each for each in unit.parameters() if each.dim() > 1 and id(each) not in tables]
+
+
+def _balanced(times: Sequence[float], begins: Sequence[int], num_stages: int) -> list[int]:
+    """Return the numbers in ``begins`` at which all stages but the first begin, so that the largest time of a stage is
+    minimal."""
+    before = [0, *accumulate(times)]
+    ends = [*begins, len(times)]
+    best: dict[int, tuple[float, list[int]]] = {end: (before[end], []) for end in ends}  # of the first stage
+    for _ in range(num_stages - 1):
+        best = {
+            end: min(
+                (max(slowest, before[end] - before[cut]), [*cuts, cut])
+                for cut, (slowest, cuts) in best.items()
+                if cut < end
+            )
+            for end in ends
+            if any(cut < end for cut in best)
+        }
+    return best[len(times)][1]

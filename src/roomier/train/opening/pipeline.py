@@ -1,0 +1,99 @@
+"""Stages of a pipeline, found before the model is built, and traces of its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier.api.hooks import step_of
+from roomier.api.module import Module, network_of
+from roomier.core.tree import leaves
+from roomier.engine.facts import Facts, check_module
+from roomier.plan import Plan
+from roomier.planner.fake.shapes import copied_module
+from roomier.run.settled import Settled
+from roomier.techniques.pipeline.pipeline import Pipeline, find_pipeline
+from roomier.techniques.pipeline.trace import Trace, parameters_without_values, trace_step
+from roomier.techniques.pipeline.units import find_units
+from roomier.techniques.precision.policy import precision_of
+from roomier.train.settling.settle import alone
+from roomier.train.step import transfer_to
+
+_PIPELINE = "_roomier_pipeline"
+
+
+class StepTraces:
+    """Traces of the steps of a module, by step and by the shapes of the batch.
+
+    A trace runs the step once, on a copy of the module without parameters in memory.
+
+    Args:
+        module: module that defines the steps.
+        facts: properties of its network.
+        plan: plan of the run.
+    """
+
+    def __init__(self, module: Module, facts: Facts, plan: Plan) -> None:
+        self._module, self._plan = module, plan
+        self._blocks = [name for name, each in facts.network.named_modules() if each in facts.blocks]
+        self._traces: dict[Hashable, Trace] = {}
+
+    def __call__(self, name: str, batch: Any) -> Trace:
+        """Return the trace of the step ``name``, such as ``"training_step"``, for ``batch``.
+
+        Raises:
+            TrainingError: stages cannot reproduce the step; see :func:`roomier.techniques.pipeline.trace.trace_step`.
+        """
+        key = (name, torch.is_grad_enabled(), *map(_kind, leaves(batch)))
+        if key not in self._traces:
+            self._traces[key] = self._trace(name, batch)
+        return self._traces[key]
+
+    def _trace(self, name: str, batch: Any) -> Trace:
+        precision = precision_of(self._plan.precision.mode, torch.device("cpu"))
+        with alone(self._module), precision.forward_context()():
+            copied = copied_module(self._module, dict(parameters_without_values(self._module)))
+            network = network_of(copied)
+            units = find_units(network, [network.get_submodule(each) for each in self._blocks])
+            step, given = step_of(copied, name), copy.deepcopy(batch)
+            return trace_step(network, units, lambda: step(given, 0))
+
+
+def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | None:
+    """Return the stages of the network in ``module``. Every rank must call this function.
+
+    In a fit, rank 0 traces the training step with the first batch. Later calls use the stages of the first fit. Without
+    an earlier fit, an evaluation runs the full network on each rank, and the result is None.
+
+    Raises:
+        RoomierError: the step cannot be divided into the stages of the plan.
+    """
+    network, plan = facts.network, settled.plan
+    known: Pipeline | None = network.__dict__.get(_PIPELINE)
+    if known is None and settled.request.is_fit:
+        check_module(plan, module, network)
+        _ = settled.data.train_loader  # created on all ranks, because the constructor may use collectives
+        known = network.__dict__[_PIPELINE] = settled.ranks.on_zero(lambda: _find(settled, module, facts))
+    return known
+
+
+def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
+    parallel, batch = settled.plan.parallel, settled.data.first_batch()
+    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
+    if transfer is not None:
+        batch = transfer(copy.deepcopy(batch))
+    if facts.precision.weight_dtype:
+        batch = facts.precision.convert_batch(batch)
+    trace = StepTraces(module, facts, settled.plan)("training_step", batch)
+    schedule = parallel.schedule or "1f1b"
+    return find_pipeline(facts.network, facts.blocks, trace, parallel.pipeline_parallel_size, schedule)
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return (leaf,) if isinstance(leaf, (int, type(None))) else (type(leaf),)

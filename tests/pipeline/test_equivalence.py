@@ -1,0 +1,37 @@
+"""Tests that the stages of a pipeline train as one process does."""
+
+from __future__ import annotations
+
+from tests.context.fitting import Case, fit, is_equal, train_bare
+from tests.parallel.parity import Trained, distance
+from tests.ranks.pool import RankPool
+
+
+def staged(network: str, num_ranks: int = 2, size: int = 2, **options: object) -> Case:
+    options = {"accumulate": 4, **options}
+    return Case(network, "ddp", num_ranks, size, dimension="pipeline_parallel_size", **options)  # type: ignore[arg-type]
+
+
+def check(on_ranks: RankPool, *cases: Case) -> None:
+    for case, results in zip(cases, on_ranks.each(cases[0].num_ranks, fit, [(case,) for case in cases]), strict=True):
+        weights = {name: each for of_rank in results for name, each in of_rank.weights.items() if not each.is_meta}
+        apart = distance(Trained(results[0].losses, results[0].norms, weights), train_bare(case))
+        assert is_equal(case, apart), (case, apart)
+
+
+MODELS = ["gpt", "encoder", "pairs", "llama 8", "llama padded", "mixtral", "qwen3", "gpt2", "bert padded", "falcon"]
+
+
+def test_a_fit_matches_one_process(on_ranks: RankPool) -> None:
+    check(
+        on_ranks,
+        staged("gpt", 4),
+        staged("gpt", 4, 4, accumulate=6, levers={"activation_checkpointing": "full"}),
+        staged("mixtral", 4, 2, is_sum=True),
+        staged("gpt2", 4, 2, precision="32-true", accumulate=1),
+    )
+
+
+@pytest.mark.more
+def test_each_model(on_ranks: RankPool) -> None:
+    check(on_ranks, *[staged(model, accumulate=1 + index % 5) for index, model in enumerate(MODELS)])
