@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.context.fitting import Case, fit, is_equal, train_bare
 from tests.parallel.parity import Trained, distance
 from tests.ranks.pool import RankPool
