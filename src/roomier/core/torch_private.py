@@ -55,6 +55,11 @@ def is_shared(tensor: Tensor) -> bool:
     return int(use_count(tensor.untyped_storage()._cdata)) > 2
 
 
+def iter_tensors(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors among the leaves of ``tree``."""
+    return (each for each in iter_leaves(tree) if isinstance(each, Tensor))
+
+
 def memory_of(tensor: Tensor) -> int:
     """Return a number that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)

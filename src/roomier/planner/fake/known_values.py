@@ -125,7 +125,7 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Compute an elementwise operation. If each input consists of equal elements, only one element is computed."""
     values = _real(args)
-    if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):
+    if isinstance(result, Tensor) and all(_is_uniform(each) for each in torch_private.iter_tensors(values)):
         with torch_private.without_interception():
             one = func(*torch_private.map_leaves(_first, values), **_real(kwargs))
             set_value(result, one.expand(result.shape))
@@ -177,12 +177,11 @@ def _dim_of(func: Any, args: Any, kwargs: Any, num_dims: int) -> int:
 
 
 def _is_small(args: Any, result: Any) -> bool:
-    return all(each.numel() <= _MAX_ELEMENTS for each in _tensors([args, result]))
+    return all(each.numel() <= _MAX_ELEMENTS for each in torch_private.iter_tensors([args, result]))
 
 
 def _note(result: Any, values: Any) -> None:
-    made, real = list(_tensors(result)), list(_tensors(values))
-    for tensor, value in zip(made, real, strict=True):
+    for tensor, value in zip(torch_private.iter_tensors(result), torch_private.iter_tensors(values), strict=True):
         if tensor.dtype in _WHOLE:
             set_value(tensor, value)
 
@@ -201,7 +200,3 @@ def _first(value: Any) -> Any:
 
 def _in_memory(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in torch_private.iter_leaves(value) if isinstance(each, Tensor)]

@@ -22,7 +22,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.core import torch_private
@@ -141,9 +140,8 @@ class BudgetedRecompute(Recompute):
         self._recorder = Recorder(self.blocks, self._device, live)
         self._recorder.start()
         for optimizer in optimizers:
-            for leaf in torch_private.iter_leaves([optimizer.param_groups, list(optimizer.state.values())]):
-                if isinstance(leaf, Tensor):
-                    self._recorder.live.note(leaf)
+            for tensor in torch_private.iter_tensors([optimizer.param_groups, list(optimizer.state.values())]):
+                self._recorder.live.note(tensor)
 
     def _decide(self) -> None:
         assert self._recorder is not None
@@ -258,8 +256,7 @@ def _sizes_of(batches: Sequence[Any]) -> Sizes:
     """Return the number of elements of each tensor in a micro-batch. Each number is the maximum over ``batches``."""
     sizes: Sizes = ()
     for batch in batches:
-        leaves = torch_private.iter_leaves(batch)
-        sizes = _larger_of(sizes, tuple(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)))
+        sizes = _larger_of(sizes, tuple(each.numel() for each in torch_private.iter_tensors(batch)))
     return sizes
 
 

@@ -173,7 +173,7 @@ class Recorder:
             output = observed.forward(*args, **kwargs)
         call.moved_bytes, call.own_moved_bytes = saved.num_bytes, saved.made_bytes
         call.products_bytes, call.num_operations = watch.products_bytes, watch.num_operations
-        outputs = [each.untyped_storage() for each in torch_private.iter_leaves(output) if isinstance(each, Tensor)]
+        outputs = [each.untyped_storage() for each in torch_private.iter_tensors(output)]
         call.outputs = [weakref.ref(each) for each in outputs]
         call.output_bytes = sum(each.nbytes() for each in outputs)
         call.shared_bytes[Keep.PRODUCTS] = sum(each.nbytes() for each in outputs if watch.made_in_product(each))
@@ -271,11 +271,10 @@ class _Watch:
         is_product = func in PRODUCTS or func in ATTENTION
         if is_product:
             self.product_spans.append((start, self.now()))
-            for tensor in torch_private.iter_leaves(result):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    self._products.append(weakref.ref(storage))
-                    self.products_bytes += storage.nbytes()
+            for tensor in torch_private.iter_tensors(result):
+                storage = tensor.untyped_storage()
+                self._products.append(weakref.ref(storage))
+                self.products_bytes += storage.nbytes()
         return result
 
     def _note_made(self, args: Any, result: Any) -> None:

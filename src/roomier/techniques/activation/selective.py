@@ -92,7 +92,7 @@ class Products:
     def _compute_and_save(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
         output = operator(*args, **kwargs)
         if operator in PRODUCTS or operator in ATTENTION:
-            first = next(each for each in torch_private.iter_leaves(output) if isinstance(each, Tensor))
+            first = next(torch_private.iter_tensors(output))
             state = generator_state(first.device) if operator in ATTENTION else None
             saved = torch_private.map_leaves(
                 lambda each: self._save(each) if isinstance(each, Tensor) else each, output

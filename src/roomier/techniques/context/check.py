@@ -191,9 +191,8 @@ class _Calls:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
-        for each in torch_private.iter_leaves(output):
-            if isinstance(each, Tensor) and each.is_floating_point() and each.dtype is not self._dtype:
-                self.is_cast = True
+        tensors = torch_private.iter_tensors(output)
+        self.is_cast |= any(each.is_floating_point() and each.dtype is not self._dtype for each in tensors)
         return output
 
     def _attention(

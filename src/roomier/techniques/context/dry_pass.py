@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier.core import torch_private
+from roomier.core.torch_private import iter_tensors, memory_of
 from roomier.techniques.context.attention import Attention, replaced_attention
 
 OUTSIDE = -1
@@ -82,18 +83,13 @@ class DryPass:
     written: list[tuple[int, str]] = field(default_factory=list)
     _kept: list[Tensor] = field(default_factory=list)  # keys remain unique while the tensors exist
 
-    @staticmethod
-    def key(tensor: Tensor) -> int:
-        """Return the key of the memory of ``tensor``."""
-        return torch_private.memory_of(tensor)
-
     def is_read(self, tensor: Tensor) -> bool:
         """Return whether code other than the call that created ``tensor`` reads it."""
-        return self.key(tensor) in self.readers or self.key(tensor) in self.returned
+        return memory_of(tensor) in self.readers or memory_of(tensor) in self.returned
 
     def created_in(self, tensor: Tensor) -> int:
         """Return the number of the call that created ``tensor``; OUTSIDE for other code."""
-        created = self.created.get(self.key(tensor))
+        created = self.created.get(memory_of(tensor))
         return OUTSIDE if created is None else created.call
 
 
@@ -115,9 +111,7 @@ def dry_pass(
         torch_private.intercept(recorder.on_operation),
     ):
         result = run()
-    recorder.record.returned = {
-        DryPass.key(each) for each in torch_private.iter_leaves(result) if isinstance(each, Tensor)
-    }
+    recorder.record.returned = set(map(memory_of, iter_tensors(result)))
     return recorder.record
 
 
@@ -152,7 +146,7 @@ class _PassRecorder:
             self._origins, self._modified = {}, set()
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    key = self.record.key(leaf)
+                    key = memory_of(leaf)
                     self._origins[key] = self._origins.get(key, frozenset()) | {index}
         if self._call is not None:
             self._running.append(self._names[module])
@@ -187,13 +181,13 @@ class _PassRecorder:
         return attention(query, key, value, attn_mask, *args, **kwargs)
 
     def _origins_of(self, tensor: Tensor) -> frozenset[int]:
-        return self._origins.get(self.record.key(tensor), frozenset())
+        return self._origins.get(memory_of(tensor), frozenset())
 
     def on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Record the memory that an operation reads, writes and creates."""
         record, call = self.record, self._call
         is_view = torch_private.is_view_operation(func)
-        read = [record.key(each) for each in torch_private.iter_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        read = [*map(memory_of, iter_tensors((args, kwargs)))]
         number = OUTSIDE if call is None else call.number
         if not is_view and func.namespace != "prim":
             for key in read:
@@ -202,22 +196,20 @@ class _PassRecorder:
         output = func(*args, **kwargs)
         if call is None:
             return output
+        call.is_random |= torch_private.draws(func)
         if torch_private.writes_to_arguments(func) and read:
             created = record.created.get(read[0])
             if created is None or created.call != number:
                 call.modified.add(read[0])
-        call.is_random |= torch_private.draws(func)
-        if torch_private.writes_to_arguments(func) and read and record.created.get(read[0]) is None:
-            if read[0] in self._origins:
+            if created is None and read[0] in self._origins:
                 self._modified.add(read[0])
-            else:
+            elif created is None:
                 record.written.append((number, self._running[-1]))
         origins = frozenset[int]().union(*(self._origins.get(key, frozenset()) for key in read))
-        for each in torch_private.iter_leaves(output):
-            if isinstance(each, Tensor):
-                key = record.key(each)
-                self._origins[key] = self._origins.get(key, frozenset()) | origins
-                if key not in read and key not in record.created:
-                    record.created[key] = Created(number, self._running[-1])
-                    record._kept.append(each)
+        for each in iter_tensors(output):
+            key = memory_of(each)
+            self._origins[key] = self._origins.get(key, frozenset()) | origins
+            if key not in read and key not in record.created:
+                record.created[key] = Created(number, self._running[-1])
+                record._kept.append(each)
         return output

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from roomier.core.errors import PlanError, first_few
+from roomier.core.torch_private import memory_of
 from roomier.techniques.context.dry_pass import DryPass, RecordedCall
 
 FIELD = "context_parallel_size"
@@ -195,7 +196,7 @@ def find_region(
             raise rejected(size, f"is not supported, because {conflict} is called in two ways", action)
         joined = [each and n not in alone and n - 1 not in alone for n, each in enumerate(joined)]
     for each, block in zip(pairs, blocks, strict=True):
-        _check_sliced(one, each.one, block, size)
+        _check_sliced(each.one, block, size)
     _check_escapes(one, pairs, blocks, size)
     return SequenceRegion(tuple({block.name: block for block in blocks}.values())), [_example(each) for each in pairs]
 
@@ -232,12 +233,12 @@ def _continues(record: DryPass, later: _Pair, earlier: Sequence[_Pair]) -> bool:
         return [(each, found) for each, found in pairs if isinstance(each, Tensor) and record.is_read(each)]
 
     def is_only_reader(tensor: Tensor) -> bool:
-        key = record.key(tensor)
+        key = memory_of(tensor)
         return key not in record.returned and record.readers[key] - inside == {call.number}
 
     inherited, inputs = _inherited(call, earlier), read(earlier[-1].one, earlier[-1].dims_of_outputs)
     outputs = read(call, later.dims_of_outputs)
-    known = {record.key(each) for each, _ in outputs}
+    known = {memory_of(each) for each, _ in outputs}
     others = [each for index, each in enumerate(call.leaves) if isinstance(each, Tensor) and index not in inherited]
     escaping = {key for key in record.readers if record.created[key].call == call.number} - known
     return (
@@ -309,13 +310,13 @@ def _check_attention(one: RecordedCall, two: RecordedCall, size: int, num_ranks:
     check_length(one.length, size, num_ranks)
 
 
-def _check_sliced(one: DryPass, call: RecordedCall, block: RegionBlock, size: int) -> None:
+def _check_sliced(call: RecordedCall, block: RegionBlock, size: int) -> None:
     """Check that the first block of a chain receives a hidden state, and does not modify it, because a slice is a
     copy."""
     if block.is_first and not block.sliced:
         problem = f"is not supported, because no argument of {call.name} is a tensor with one dimension for the tokens"
         raise rejected(size, problem, "Pass the hidden state as a tensor, or in a tuple, list or dict")
-    if any(one.key(call.leaves[index]) in call.modified for index, _ in block.sliced):
+    if any(memory_of(call.leaves[index]) in call.modified for index, _ in block.sliced):
         problem = f"is not supported, because {call.name} modifies its argument in place"
         raise rejected(size, problem, "Write x = x + y instead of x += y")
 
@@ -324,7 +325,7 @@ def _check_escapes(one: DryPass, pairs: Sequence[_Pair], blocks: Sequence[Region
     """Reject tensors that are created in the region and read outside of it, except gathered outputs."""
     inside = {each.one.number for each in pairs}
     gathered = {
-        one.key(each.one.outputs[n]) for each, block in zip(pairs, blocks, strict=True) for n, _ in block.gathered
+        memory_of(each.one.outputs[n]) for each, block in zip(pairs, blocks, strict=True) for n, _ in block.gathered
     }
     names = [
         created.module

@@ -159,8 +159,8 @@ class RegionForward(WrappedForward):
             return output
         with parameters.running(regions), parameters.saved(regions):
             output = self.forward(*args, **kwargs)
-        for each in torch_private.iter_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
+        for each in torch_private.iter_tensors(output):
+            if each.requires_grad:
                 each.register_hook(lambda gradient: parameters.use(regions))  # type: ignore[no-untyped-call]
         return output
 

@@ -139,7 +139,7 @@ def trace_step(
                 result = run()
             # Code that runs after the step can read tensors in attributes, for example to log them.
             stored = [each for module in network.modules() for each in vars(module).values() if not _is_registry(each)]
-            recorder.consume(torch_private.iter_leaves((result, stored)), END)
+            recorder.consume((result, stored), END)
             return recorder.trace
         except _ValuesRequired as found:
             real.add(type(found.unit))
@@ -300,13 +300,12 @@ class _StepRecorder:
             stack.enter_context(torch_private.replace_functions(self._reads()))
             yield
 
-    def consume(self, leaves: Any, consumer: int) -> None:
-        """Record that ``consumer`` reads the tensors in ``leaves``."""
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self._check_escape(leaf, "the step")
-                for value in self._sources_of(leaf):
-                    self.trace.uses.setdefault(value, set()).add(consumer)
+    def consume(self, tree: Any, consumer: int) -> None:
+        """Record that ``consumer`` reads the tensors in ``tree``."""
+        for tensor in _tensors(tree):
+            self._check_escape(tensor, "the step")
+            for value in self._sources_of(tensor):
+                self.trace.uses.setdefault(value, set()).add(consumer)
 
     def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an event on fake tensors, and return zeros in place of its outputs."""
@@ -319,7 +318,7 @@ class _StepRecorder:
             raise TrainingError("use_reentrant", True, problem, "Pass use_reentrant=False to torch.utils.checkpoint")
         number = len(self.trace.events)
         leaves, form = torch_private.split_leaves((args, kwargs))
-        self.consume(leaves, number)
+        self.consume((args, kwargs), number)
         self._is_inside = True
         unit = self._units[name]
         try:
@@ -349,7 +348,7 @@ class _StepRecorder:
         originals = {_memory(a): b for a, b in zip(made, leaves, strict=True) if isinstance(a, Tensor)}
         self._arguments = set(originals)
         args, kwargs = torch_private.join_leaves(made, form)
-        self._kept += [each for each in made if isinstance(each, Tensor)]
+        self._kept += _tensors(made)
         with ExitStack() as stack:
             for replay in self._replays.values():
                 stack.enter_context(replay.recording(withholds=True))
@@ -406,7 +405,7 @@ class _StepRecorder:
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._is_inside:  # an operation of the fake mode
             return func(*args, **kwargs)
-        read = [*_tensors((args, kwargs))]
+        read = list(_tensors((args, kwargs)))
         for each in read:
             self._check_escape(each, "the step")
             if (weight := self._weights.get(_memory(each))) is not None:
@@ -415,7 +414,7 @@ class _StepRecorder:
             self.consume(read, END)
         output = func(*args, **kwargs)
         sources = frozenset[Value]().union(*map(self._sources_of, read))
-        changed = [*_tensors(output)]
+        changed = list(_tensors(output))
         if torch_private.writes_to_arguments(func):
             changed += read[:1]
             self.trace.written |= {value for each in read[:1] for value in self._sources_of(each)}
@@ -429,7 +428,7 @@ class _StepRecorder:
 
         def reading(function: Callable[..., Any]) -> Callable[..., Any]:
             def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                self.consume([tensor], END)
+                self.consume(tensor, END)
                 return function(tensor, *args, **kwargs)
 
             return read
@@ -437,11 +436,7 @@ class _StepRecorder:
         return {function: reading(function) for function in (Tensor.tolist, Tensor.numpy, Tensor.__array__)}
 
 
-_memory = torch_private.memory_of
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (each for each in torch_private.iter_leaves(tree) if isinstance(each, Tensor))
+_memory, _tensors = torch_private.memory_of, torch_private.iter_tensors
 
 
 def _is_registry(value: object) -> bool:
