@@ -452,8 +452,7 @@ class ModelCheckpoint(Callback):
         path, score = ledger.newest_path, dict(ledger.kept).get(ledger.newest_path)
         if self.verbose:
             notice(f"saved {shown(path)}" + ("" if score is None else f" ({self.monitor} = {score})"))
-        others = self._paths_of_others(trainer)
-        trainer.ranks.on_zero(partial(self._follow_up, trainer, path, others))
+        trainer.ranks.on_zero(partial(self._follow_up, trainer, path, self._paths_of_others(trainer)))
 
     def _follow_up(self, trainer: TrainerView, path: str, paths_of_others: set[str]) -> None:
         """Complete the work after the save of ``path``. The link ``last`` is updated first, because the checkpoint to

@@ -216,8 +216,7 @@ class ProgressBar(BatchCounts, Callback):
 
     def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if trainer.sanity_checking:
-            limit = trainer.num_sanity_val_steps
-            self._start_evaluation(trainer, "sanity check", limit)
+            self._start_evaluation(trainer, "sanity check", trainer.num_sanity_val_steps)
         else:
             self._start_evaluation(trainer, "validation")
 

@@ -196,8 +196,7 @@ class SpikeGuard(Callback):
             return
         self._latest_loss = loss
         norm = run.engine.clip(math.inf, "norm") if "grad_norm" in self.monitor else None
-        size = trainer.accumulate_grad_batches
-        self._pending.append((place, size, loss, norm))
+        self._pending.append((place, trainer.accumulate_grad_batches, loss, norm))
         if self.action == "skip":
             self._judge_before_update(trainer, self._undo)
 
@@ -209,8 +208,7 @@ class SpikeGuard(Callback):
             return
         undo.undo()
         run_of(trainer, "SpikeGuard").now.leaves_out_step = True
-        message = f"{self._describe(trainer, place, size, problem)}; the step is skipped"
-        self._count_bad(trainer, message)
+        self._count_bad(trainer, f"{self._describe(trainer, place, size, problem)}; the step is skipped")
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps

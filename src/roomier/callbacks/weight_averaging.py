@@ -242,8 +242,7 @@ class WeightAveraging(HoldsAverage):
 
     def _held(self, trainer: TrainerView, names: set[str] | None = None) -> WeightAverage:
         if self._average is None:
-            tensors = self._tensors(trainer, names)
-            self._average = WeightAverage(tensors, self._device)
+            self._average = WeightAverage(self._tensors(trainer, names), self._device)
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:

@@ -185,8 +185,7 @@ def _options(parser: ArgumentParser) -> dict[str, Action]:
 def _in_topic(options: dict[str, Action], topic: str) -> Iterator[str]:
     classes = [name for name in options if name.startswith(("model.", "data."))] if topic == "run" else []
     for name in (*TOPICS[topic].names.split(), *classes):
-        is_own = topic in ("run", "plan")
-        full = name if is_own else _TRAINER + name
+        full = name if topic in ("run", "plan") else _TRAINER + name
         if full in options and (topic != "plan" or "hardware" in options):
             yield full
 

@@ -122,8 +122,7 @@ def _what_if(asked: Asked, choice: Choice, *, has_sizes: bool) -> Grid | None:
     if at_length is not None and asked.length is not None:
         name = "tokens"
         rows = [(each, partial(at_length, each)) for each in around(asked.length, asked.longest)]
-    batches = around(shown.micro_batch)
-    grid = what_if(rows, batches, shown.plan, choice.machine, choice.budget_bytes, row_name=name)
+    grid = what_if(rows, around(shown.micro_batch), shown.plan, choice.machine, choice.budget_bytes, row_name=name)
     if not has_sizes or at_length is None or asked.length is None or shown.plan.parallel.num_ranks == 1:
         return grid
     longest = longest_sequences(at_length, asked.length, asked.longest, shown, choice.budget_bytes)

@@ -114,8 +114,7 @@ def class_request(
     workload = Workload.of(module, batch_of(inputs) if inputs is not None else _first_batch(module, data, stand_in))
     if batch_size is not None:
         workload = workload.with_batch_size(batch_size)
-    network = getattr(module, "network", module)
-    return Asked(type(network).__name__, workload)
+    return Asked(type(getattr(module, "network", module)).__name__, workload)
 
 
 def tokens_per_sample(workload: Workload) -> int | None:

@@ -252,8 +252,7 @@ class OrderedFeed(Feed):
         return min(self._first_sample + num_read, self._sampler.num_samples)
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int]:
-        num_done = self.position_in_samples(first_batch)
-        return self._sampler.indices_behind(num_done, num_batches * self._batch_size)
+        return self._sampler.indices_behind(self.position_in_samples(first_batch), num_batches * self._batch_size)
 
     def check(self, position: dict[str, Any]) -> None:
         action = "Resume with the data of the saved run, or start a new run from its weights"

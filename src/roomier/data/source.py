@@ -134,8 +134,7 @@ class Source:
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, Reading(name, Share(), ranks, seed))
             if not ranks.is_alone:
-                share = share_of(whole, ranks.world)
-                self._turns = Turns(whole, Reading(name, share, ranks, ranks.from_zero(seed)))
+                self._turns = Turns(whole, Reading(name, share_of(whole, ranks.world), ranks, ranks.from_zero(seed)))
         if self._feed.num_batches == 0 and not is_empty:
             raise self._empty()
         # A run does not terminate workers that the user started before the run.

@@ -371,8 +371,7 @@ class OffloadedUpdates(Updates):
         found: dict[Tensor, tuple[int, int]] = {}
         for parameter in self._units[number].parameters:
             if parameter.grad is not None:
-                own = local_part(parameter.grad)
-                found[parameter] = (id(parameter.grad), torch_private.version_of(own))
+                found[parameter] = (id(parameter.grad), torch_private.version_of(local_part(parameter.grad)))
         return found
 
     def _is_valid(self, number: int) -> bool:

@@ -35,10 +35,7 @@ class PlacesStates(Protocol):
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
     """Return the fully qualified name of each parameter. A tied parameter is listed under the first of its names."""
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, name)
-    return names
+    return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -69,8 +66,7 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappi
             "optimizer", type(optimizer).__name__, f"the checkpoint contains the states of {saved['type']}", action
         )
     named = _names_by_index(optimizer, names)
-    groups = optimizer.state_dict()["param_groups"]
-    now = [[named[index] for index in group["params"]] for group in groups]
+    now = [[named[index] for index in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     then = [list(group["params"]) for group in saved["param_groups"]]
     if now != then:
         differing = sorted({name for group in now for name in group} ^ {name for group in then for name in group})

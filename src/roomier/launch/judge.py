@@ -93,8 +93,7 @@ class Judge:
         if any(record.position.activity is not Activity.STEP for record in records.values()):
             self._unmeasured_s = self._clock_s
         _find_behind(self._seen.values(), self._clock_s)
-        found = [self._late(rank, seen) for rank, seen in self._seen.items()]
-        return [late for late in found if late is not None]
+        return [late for rank, seen in self._seen.items() if (late := self._late(rank, seen)) is not None]
 
     def _updated(self, seen: _Seen | None, record: RankRecord) -> _Seen:
         now_s = self._clock_s

@@ -97,8 +97,7 @@ class PreparedScheduler:
         splits_batches: bool,
     ) -> None:
         self.scheduler = scheduler
-        own = [each for each in optimizers if _is_of(scheduler, each)]
-        self._optimizers = own or list(optimizers)
+        self._optimizers = [each for each in optimizers if _is_of(scheduler, each)] or list(optimizers)
         self._accumulation = accumulation
         self._num_repeats = 1 if splits_batches else num_processes
         self._steps_with_optimizer = steps_with_optimizer

@@ -234,8 +234,7 @@ def sanity_check(run: Run, num_batches: float) -> None:
     """Run a few validation batches before training, so that errors in validation are detected early."""
     with run.settled.request.state.within(RunningStage.SANITY_CHECKING), preserved_rng():
         call(run.hooks.on_sanity_check_start)
-        limits = [min(limit, num_batches) for limit in run.batches.limits]
-        evaluate(run, "validation", run.batches.evaluated, limits)
+        evaluate(run, "validation", run.batches.evaluated, [min(limit, num_batches) for limit in run.batches.limits])
         call(run.hooks.on_sanity_check_end)
     run.results.forget_epochs()
 

@@ -81,8 +81,7 @@ class TrainingThread:
         if run.progress.num_batches == run.now.num_batches_before:
             return Activity.LONG, "first step"
         if loads_data:
-            is_first = run.progress.batch_idx == 0
-            return Activity.LONG if is_first else Activity.STEP, "loading data"
+            return Activity.LONG if run.progress.batch_idx == 0 else Activity.STEP, "loading data"
         return Activity.STEP, "training step"
 
     def _calls(self) -> Iterator[tuple[str, str]]:

@@ -226,8 +226,7 @@ def _open(
     if job is not None and start.folder is not None:
         whole = global_batch_of(settled.plan, data)
         ranks.on_zero(partial(job.write, start.folder, whole))
-    hooked = trainer.hooked_callbacks(request.stage)
-    run = open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
+    run = open_run(settled, module, stop=stop, loggers=loggers, hooked=trainer.hooked_callbacks(request.stage))
     run.uploads = uploads
     return run
 

@@ -186,9 +186,7 @@ class Pricing:
     def plain_s(self, found: Sequence[Considered]) -> float:
         """Return the shortest step time of the plans in ``found`` that use no memory techniques; infinity if no
         forecast is possible. The candidates are not added."""
-        plain: dict[Hashable, Considered] = {}
-        for each in found:
-            plain.setdefault(_stage(each.plan), each)
+        plain = {_stage(each.plan): each for each in reversed(found)}  # the first plan of each stage
         seconds = [math.inf]
         for each in plain.values():
             with suppress(Exception):  # the model does not support the plan
@@ -325,6 +323,5 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
     num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
     num_levers += plan.parallel.context_parallel_size > 1
-    order = list(Kind)
-    worst = max(order.index(kind) for kind in kinds if kind is not None)
+    worst = max(list(Kind).index(kind) for kind in kinds if kind is not None)
     return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches

@@ -137,8 +137,7 @@ class Shallow:
                 row = self.middle.get(part.place)
             phase = part.phase
             found.append(((row, phase if row is not None else ""), part))
-        groups = groupby(found, lambda each: each[0])
-        return [(row, [part for _, part in group]) for (row, _), group in groups]
+        return [(row, [part for _, part in group]) for (row, _), group in groupby(found, lambda each: each[0])]
 
 
 def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int], *, num_last: int = 1) -> Shallow:

@@ -129,8 +129,7 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
         return result
-    num = _broadcast(args[0], args[1]).numel()
-    return result.new_empty(num).as_strided((), ())
+    return result.new_empty(_broadcast(args[0], args[1]).numel()).as_strided((), ())
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
 from roomier.planner.memory.kinds import Interval, Kind
-from roomier.planner.memory.walk import KINDS, Layout, UnitBytes, Walk
+from roomier.planner.memory.walk import KINDS, Layout, UnitBytes, Walk, in_order_of_gathering
 from roomier.planner.memory.weights import Unit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
@@ -271,7 +271,7 @@ class UnitOrder:
         for unit in reversed(order):
             if unit not in self.late:
                 self.ending_at[ends[unit]].append(unit)
-        self.gathering = [unit for group in reversed(_grouped(order, units)) for unit in group]
+        self.gathering = [order[index] for index in in_order_of_gathering([units[unit] for unit in order])]
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
@@ -285,17 +285,6 @@ def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
         if not unit.is_root
         and (unit.name == place or unit.name.startswith(f"{place}.") or place.startswith(f"{unit.name}."))
     ]
-
-
-def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
-    """Group each block with its norms. Units that are not all-gathered in the backward pass are skipped."""
-    groups: list[list[int]] = []
-    for unit in order:
-        if units[unit].is_inner:
-            groups[-1].append(unit)
-        elif not units[unit].is_looked_up:
-            groups.append([unit])
-    return groups
 
 
 def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:

@@ -91,8 +91,7 @@ class Interval:
 
     def plus(self, begin: BytesByKind, peak: BytesByKind, end: BytesByKind) -> Interval:
         """Return this interval with additional bytes at its start, at its peak and at its end."""
-        moments = map(added, self.moments, (begin, peak, end))
-        return Interval(self.phase, self.place, *moments)
+        return Interval(self.phase, self.place, *map(added, self.moments, (begin, peak, end)))
 
     def grown(self, more: Interval, less: Interval, times: int) -> Interval:
         """Return this interval plus ``times`` times the difference between ``more`` and ``less``."""

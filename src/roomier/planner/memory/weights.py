@@ -73,9 +73,7 @@ def units_with_weights(
         weight_dtype: dtype to which floating-point weights will be converted; None preserves the dtype of each weight.
     """
     names = {module: name for name, module in network.named_modules()}
-    of_parameters: dict[nn.Parameter, str] = {}
-    for name, parameter in network.named_parameters():
-        of_parameters.setdefault(parameter, name)
+    of_parameters = {parameter: name for name, parameter in network.named_parameters()}
     rest = dict(of_parameters)
     units: list[Unit] = []
     all_units = units_of(network, blocks)

@@ -70,8 +70,7 @@ def what_if(
     """
     peaks = []
     for _, make in workloads:
-        workload = make()
-        prices = ClosedForms(workload, machine)
+        prices = ClosedForms(make(), machine)
 
         def peak(micro_batch: int, prices: Prices = prices) -> int | None:
             try:
@@ -80,8 +79,7 @@ def what_if(
                 return None  # the plan does not support this batch
 
         peaks.append([peak(each) for each in micro_batches])
-    names = [name for name, _ in workloads]
-    return Grid(row_name, names, "micro-batch", list(micro_batches), peaks, budget_bytes)
+    return Grid(row_name, [name for name, _ in workloads], "micro-batch", list(micro_batches), peaks, budget_bytes)
 
 
 def longest_sequences(

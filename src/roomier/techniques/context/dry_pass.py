@@ -131,8 +131,7 @@ class _PassRecorder:
         with ExitStack() as stack:
             for outer in self._is_block:
                 for part in outer.modules():
-                    before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
-                    stack.callback(before.remove)
+                    stack.callback(part.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                     stack.callback(part.register_forward_hook(self._leave).remove)
             yield
 
@@ -140,8 +139,7 @@ class _PassRecorder:
         is_block = self._is_block.get(module)
         if self._call is None and (is_block or (is_block is False and self.record.calls)):
             leaves, form = torch_private.split_leaves((args, kwargs))
-            number = len(self.record.calls)
-            self._call = RecordedCall(number, is_block, self._names[module], leaves, form)
+            self._call = RecordedCall(len(self.record.calls), is_block, self._names[module], leaves, form)
             self.record.calls.append(self._call)
             self._origins, self._modified = {}, set()
             for index, leaf in enumerate(leaves):

@@ -183,8 +183,7 @@ class LazyLogits(Tensor):
         output = rows.output
         inputs = (rows.hidden, output.weight) if output.bias is None else (rows.hidden, output.weight, output.bias)
         requires_grad = output.is_grad_enabled and not rows.is_detached and any(each.requires_grad for each in inputs)
-        hidden = rows.hidden
-        made = torch_private.make_wrapper(LazyLogits, rows.shape, rows.dtypes[-1], hidden.device, requires_grad)
+        made = torch_private.make_wrapper(LazyLogits, rows.shape, rows.dtypes[-1], rows.hidden.device, requires_grad)
         made.rows = rows
         if requires_grad:
             made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]

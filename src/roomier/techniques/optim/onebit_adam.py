@@ -468,8 +468,7 @@ class OneBitAdam(ShardOptimizer):
         for index, (parameter, group) in enumerate(self._entries):
             saved = {name: self._local(value) for name, value in states[indices[parameter]].items()}
             if self._momentum is None:
-                kept = {name: saved[name].to(parameter.device) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = kept
+                self.state[parameter] = {name: saved[name].to(parameter.device) for name in ("exp_avg", "exp_avg_sq")}
             else:
                 num_ranks_then = states[indices[parameter]]["worker_error"].shape[0]
                 self._load_frozen(index, parameter, group["betas"][0], saved, num_ranks_then)

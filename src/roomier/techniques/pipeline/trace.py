@@ -290,8 +290,7 @@ class _StepRecorder:
                 install(unit, forward := UnitForward(unit, name, self))
                 stack.callback(setattr, unit, "forward", forward.forward)
                 for part in unit.modules():
-                    before = part.register_forward_pre_hook(self._enter)
-                    stack.callback(before.remove)
+                    stack.callback(part.register_forward_pre_hook(self._enter).remove)
                     stack.callback(part.register_forward_hook(self._leave).remove)
             for replay in self._replays.values():
                 install(replay.module, replay)
@@ -303,7 +302,7 @@ class _StepRecorder:
     def consume(self, tree: Any, consumer: int) -> None:
         """Record that ``consumer`` reads the tensors in ``tree``."""
         for tensor in _tensors(tree):
-            self._check_escape(tensor, "the step")
+            self._check_escape(tensor)
             for value in self._sources_of(tensor):
                 self.trace.uses.setdefault(value, set()).add(consumer)
 
@@ -378,9 +377,9 @@ class _StepRecorder:
     def _sources_of(self, tensor: Tensor) -> frozenset[Value]:
         return self._sources.get(_memory(tensor), frozenset())
 
-    def _check_escape(self, tensor: Tensor, reader: str) -> None:
+    def _check_escape(self, tensor: Tensor) -> None:
         if (found := self._inner.get(_memory(tensor))) is not None:
-            raise _Escaped(found[1], reader)
+            raise _Escaped(found[1], "the step")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module])
@@ -407,7 +406,7 @@ class _StepRecorder:
             return func(*args, **kwargs)
         read = list(_tensors((args, kwargs)))
         for each in read:
-            self._check_escape(each, "the step")
+            self._check_escape(each)
             if (weight := self._weights.get(_memory(each))) is not None:
                 self.trace.weights.setdefault(weight, len(self.trace.events))
         if _DEPENDS_ON_VALUES.intersection(func.tags):

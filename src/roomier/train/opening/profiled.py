@@ -160,8 +160,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[]
 
 def _time_hooks(run: Run, profiler: Any) -> None:
     for name in (*SHARED_HOOKS, *CALLBACK_HOOKS):
-        hooks = getattr(run.hooks, name)
-        setattr(run.hooks, name, tuple(_timed_hook(profiler, hook, name) for hook in hooks))
+        setattr(run.hooks, name, tuple(_timed_hook(profiler, hook, name) for hook in getattr(run.hooks, name)))
 
 
 def _timed_hook(profiler: Any, hook: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -110,8 +110,7 @@ def _plan_without_forecast(asked: Plan) -> Plan:
     """
     if asked.parallel.strategy != "auto":
         return asked
-    strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
-    parallel = dataclasses.replace(asked.parallel, strategy=strategy)
+    parallel = dataclasses.replace(asked.parallel, strategy="single" if asked.parallel.num_ranks == 1 else "ddp")
     return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
 
 
