@@ -15,7 +15,7 @@ from roomier.core.errors import PlanError, TrainingError
 from roomier.core.wrapped_forward import unwrap
 from roomier.techniques.offload.parameters import OffloadedParameters
 from roomier.techniques.offload.regions import Region, regions_of
-from roomier.techniques.offload.residency import UPDATE, AbsentWatch, record_sizes
+from roomier.techniques.offload.residency import UPDATE, absent_watch, record_sizes
 from tests.activation.kinds import KINDS, Loss, make_gpt
 from tests.activation.steps import ALONE, CPU
 from tests.covering import few
@@ -397,14 +397,14 @@ def test_reads_outside_the_forward_raise_an_error_or_return_nan() -> None:
     network = ReadsOutside()
     parameters, _ = offloaded(network)
     message = r"offload.parameters='blocks.1.up.weight': was read while its module was not running"
-    with pytest.raises(TrainingError, match=message), AbsentWatch(parameters):
+    with pytest.raises(TrainingError, match=message), absent_watch(parameters):
         network(X)
     assert network(X).isnan(), "without the watch, the result is NaN, and freed memory is not accessed"
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         network.blocks[0].up.weight.add_(1)
     working = Net()
     other, _ = offloaded(working)
-    with AbsentWatch(other):
+    with absent_watch(other):
         working(X).backward()
 
 

@@ -21,7 +21,6 @@ Compiled dropout and uncompiled dropout use different random numbers from the sa
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import nn
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.hugging_face import is_cache
 from roomier.core.log import notice
 from roomier.core.wrapped_forward import WrappedForward, install
 from roomier.plan import CompilePlan
@@ -53,7 +53,8 @@ class CompiledForward(WrappedForward):
         if torch.is_grad_enabled():
             args = tuple(without_caches(dict(enumerate(args)), is_repeated=False).values())
             kwargs = without_caches(kwargs, is_repeated=False)
-        elif _has_cache((*args, *kwargs.values())):
+        elif any(map(is_cache, (*args, *kwargs.values()))):
+            _report_uncompiled()
             return self.forward(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
@@ -116,14 +117,6 @@ def _check(plan: CompilePlan) -> None:
     except RuntimeError as error:
         action = "Use 'default', 'reduce-overhead' or 'max-autotune'"
         raise RoomierError("compile.mode", plan.mode, f"is rejected by torch.compile: {error}", action) from error
-
-
-def _has_cache(arguments: tuple[Any, ...]) -> bool:
-    caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or not any(isinstance(each, caches.Cache) for each in arguments):
-        return False
-    _report_uncompiled()
-    return True
 
 
 @functools.cache

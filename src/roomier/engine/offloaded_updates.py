@@ -54,7 +54,7 @@ from roomier.engine.updates import Change, ChangeAll, ParametersOnDevice, Update
 from roomier.plan.choices import OPTIMIZERS
 from roomier.techniques.offload.outside_reads import OutsideReads
 from roomier.techniques.offload.regions import Region
-from roomier.techniques.offload.residency import UPDATE, AbsentWatch, Residency
+from roomier.techniques.offload.residency import UPDATE, Residency, absent_watch
 from roomier.techniques.offload.states import OffloadedStates, Unit
 from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.precision.scaler import LossScaler, NoScale
@@ -495,7 +495,7 @@ class ParameterTier(ParametersOnDevice):
         gradients.begin_step()
 
     def watch(self) -> AbstractContextManager[Any]:
-        return AbsentWatch(self._residency)
+        return absent_watch(self._residency)
 
     def watch_forwards(self, complete: Callable[[int], object]) -> None:
         numbers = {region: number for number, region in self.regions.items()}

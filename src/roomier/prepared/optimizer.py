@@ -97,7 +97,8 @@ class PreparedScheduler:
         splits_batches: bool,
     ) -> None:
         self.scheduler = scheduler
-        self._optimizers = [each for each in optimizers if _is_of(scheduler, each)] or list(optimizers)
+        owner = getattr(scheduler, "optimizer", None)
+        self._optimizers = [each for each in optimizers if owner in (each, each.optimizer)] or list(optimizers)
         self._accumulation = accumulation
         self._num_repeats = 1 if splits_batches else num_processes
         self._steps_with_optimizer = steps_with_optimizer
@@ -123,11 +124,6 @@ class PreparedScheduler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
-
-
-def _is_of(scheduler: Any, optimizer: PreparedOptimizer) -> bool:
-    owner = getattr(scheduler, "optimizer", None)
-    return owner is optimizer or owner is optimizer.optimizer
 
 
 class PreparedModel(nn.Module):

@@ -124,8 +124,7 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         with ExitStack() as stack:
             if any(lightning_base(type(part), Module) is not None for part in module.modules()):
                 stack.enter_context(with_methods_of_module(module, trainer))
-            at_step = partial(_at_step, trainer, request)
-            stack.enter_context(exits_together(trainer.ranks, at_step))
+            stack.enter_context(exits_together(trainer.ranks, partial(_at_step, trainer, request)))
             stack.enter_context(stop)
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(watch_for_hangs(request, trainer.ranks))
@@ -166,8 +165,7 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
             data.end()
             _teardown(trainer, request)
         finally:
-            ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
-            request.state.status = ended
+            request.state.status = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
             if run is not None and run.uploads is not None:
                 uploads, run.uploads = run.uploads, None
                 uploads.end(is_complete=status != "failed")

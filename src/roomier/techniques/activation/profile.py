@@ -268,8 +268,7 @@ class _Watch:
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if isinstance(first, Tensor):
             self.last = weakref.ref(first.untyped_storage())
-        is_product = func in PRODUCTS or func in ATTENTION
-        if is_product:
+        if func in PRODUCTS or func in ATTENTION:
             self.product_spans.append((start, self.now()))
             for tensor in torch_private.iter_tensors(result):
                 storage = tensor.untyped_storage()

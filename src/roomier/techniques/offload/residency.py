@@ -9,7 +9,7 @@ the pass. A region whose parameters did not change leaves the device without a w
 [Note: parameters that are away]
 While a parameter is not on the device, its data is an expanded NaN (0 for an integer dtype) that uses no memory. Code
 that reads the parameter gets NaN instead of accessing freed memory, and code that writes to the parameter raises an
-error. :class:`AbsentWatch` finds such code in the first forward pass.
+error. :func:`absent_watch` finds such code in the first forward pass.
 
 [Note: gradients in the tier]
 The gradients of a region leave the device after its backward pass. In later micro-batches, the earlier sum is copied
@@ -20,6 +20,7 @@ autograd computes if gradients stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -431,31 +432,20 @@ class Residency:
         self._tier.expect(list(records)[: self._tier.num_buffers])
 
 
-class AbsentWatch:
-    """Context for the first forward pass. It raises an error if code reads a parameter that is not on the device.
+def absent_watch(residency: Residency) -> AbstractContextManager[Any]:
+    """Return the context for the first forward pass. It raises an error if code reads a parameter of ``residency`` that
+    is not on the device."""
 
-    Args:
-        residency: parameters to check.
-    """
-
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
-        self._interception = torch_private.intercept(self._on_operation, lets_compile=True)
-
-    def __enter__(self) -> None:
-        self._interception.__enter__()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._interception.__exit__(kind, error, trace)
-
-    def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def on_operation(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         for each in torch_private.iter_leaves((args, kwargs)):
-            name = self._residency.absent(each)
+            name = residency.absent(each)
             if name is not None:
                 problem = "was read while its module was not running, so it was not on the device"
                 action = "Read the parameter in the forward method of its module, or keep the parameters on the device"
                 raise TrainingError(FIELD, name, problem, action)
         return func(*args, **kwargs)
+
+    return torch_private.intercept(on_operation, lets_compile=True)
 
 
 def _registration_order(reads: Sequence[Regions]) -> dict[tuple[int, Regions], tuple[int, Regions]]:
