@@ -131,8 +131,8 @@ def unsupported_forms():
         ),
         ("no step", {"optimizer": optimizer, "lr_scheduler": object()}, "is not a scheduler"),
         ("an unknown interval", with_scheduler(interval="batch"), "Use 'epoch' or 'step'"),
-        ("a frequency of 0", with_scheduler(frequency=0), "must be a positive integer"),
-        ("a fraction", with_scheduler(frequency=0.5), "must be a positive integer"),
+        ("a frequency of 0", with_scheduler(frequency=0), "must be an integer of at least 1"),
+        ("a fraction", with_scheduler(frequency=0.5), "must be an integer of at least 1"),
         ("no monitor", {"optimizer": optimizer, "lr_scheduler": plateau}, "requires the name of a logged metric"),
         ("no monitor in the list", ([optimizer], [plateau]), "requires the name of a logged metric"),
     ]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roomier.checkpoint.commit import at_home
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
@@ -86,13 +86,15 @@ class LoopOptions:
     upload_errors: str = "warn"
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch"):
-            _check_count(name, getattr(self, name), minimum=-1 if name == "max_epochs" else 0, optional=True)
-        _check_count("max_steps", self.max_steps, minimum=-1)
+        for name, minimum in (("max_epochs", -1), ("min_epochs", 0), ("min_steps", 0), ("check_val_every_n_epoch", 0)):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum, f"Use an integer of {minimum} or more, or None")
+        check_integer("max_steps", self.max_steps, -1, "Use an integer of -1 or more")
         if self.num_sanity_val_steps != math.inf:
-            _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
-        _check_count("log_every_n_steps", self.log_every_n_steps, minimum=1)
-        _check_count("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, minimum=0)
+            check_integer("num_sanity_val_steps", self.num_sanity_val_steps, -1, "Use an integer of -1 or more")
+        check_integer("log_every_n_steps", self.log_every_n_steps, 1, "Use an integer of 1 or more")
+        reloads = self.reload_dataloaders_every_n_epochs
+        check_integer("reload_dataloaders_every_n_epochs", reloads, 0, "Use an integer of 0 or more")
         self._check_flags()
         for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
             _check_order(least, getattr(self, least), most, getattr(self, most))
@@ -276,24 +278,11 @@ def _check_order(least: str, minimum: int | None, most: str, maximum: int | None
         raise RoomierError(least, minimum, f"must be at most {most}={maximum}", f"Lower it, or raise {most}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_count(field: str, value: object, *, minimum: int, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not _is_count(value) or value < minimum:  # type: ignore[operator]
-        none = ", or None" if optional else ""
-        problem = f"must be an integer of at least {minimum}{none}"
-        raise RoomierError(field, value, problem, f"Use an integer of {minimum} or more{none}")
-
-
 def _check_limit(field: str, value: object) -> None:
     if value is None:
         return
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
-    if not is_fraction and not (_is_count(value) and value >= 0):  # type: ignore[operator]
+    if not is_fraction and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         problem = "must be a number of batches or a fraction"
         raise RoomierError(field, value, problem, "Use an integer of 0 or more, or a float in [0.0, 1.0]")
 

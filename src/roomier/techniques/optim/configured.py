@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.errors import RoomierError, check_integer, did_you_mean
 from roomier.core.sharded import is_sharded
 
 FIELD = "configure_optimizers"
@@ -203,8 +203,7 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
         config = LRSchedulerConfig(given, monitor=monitor)
     if config.interval not in ("epoch", "step"):
         raise RoomierError(f"{FIELD}: interval", config.interval, "is invalid", "Use 'epoch' or 'step'")
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise RoomierError(f"{FIELD}: frequency", config.frequency, "must be a positive integer", "Use 1 or more")
+    check_integer(f"{FIELD}: frequency", config.frequency, 1, "Use 1 or more")
     if isinstance(config.scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True
     return config

@@ -16,7 +16,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.core.log import notice
 from roomier.run.run import Run, run_of
 from roomier.run.schedulers import Schedulers
@@ -260,8 +260,7 @@ def _check(min_lr: float, max_lr: float, num_training: int, mode: str, early_sto
         raise RoomierError("min_lr", min_lr, "must be positive and finite", "Use a value such as 1e-8")
     if not min_lr < max_lr < math.inf:
         raise RoomierError("max_lr", max_lr, f"must be greater than min_lr={min_lr}", "Use a value such as 1.0")
-    if not isinstance(num_training, int) or num_training < 2:
-        raise RoomierError("num_training", num_training, "must be an integer of at least 2", "Use a value such as 100")
+    check_integer("num_training", num_training, 2, "Use a value such as 100")
     if early_stop_threshold is not None and not early_stop_threshold > 1:
         action = "Use a value such as 4.0, or None to run all steps"
         raise RoomierError("early_stop_threshold", early_stop_threshold, "must be greater than 1", action)

@@ -20,7 +20,7 @@ from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TracksStep, first_step_of, tracked_step
 from roomier.core.device.memory import release_cached
 from roomier.core.device.resolve import resolve_device
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, check_integer
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan import Plan
@@ -153,8 +153,7 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
         raise RoomierError("mode", mode, "is not a known mode", "Use 'power' or 'binsearch'")
     counts = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
     for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise RoomierError(name, value, "must be a positive integer", "Use 1 or more")
+        check_integer(name, value, 1, "Use 1 or more")
     if not 0.0 <= margin < 1.0:
         raise RoomierError("margin", margin, "must be at least 0 and less than 1", "Use a number such as 0.05")
 
