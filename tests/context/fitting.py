@@ -25,6 +25,8 @@ class Case:
 
     Args:
         levers: further arguments of the Trainer.
+        dimension: name of the setting whose value is ``size``.
+        of_strategy: further settings of the strategy.
         is_sum: True if the loss is a sum over the terms.
         skipped_from: first micro-batch that a hook skips, and with it the rest of the epoch.
         is_lightning: True to fit a LightningModule.
@@ -46,6 +48,7 @@ class Case:
     levers: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Any, ...] = ()
     dimension: str = "context_parallel_size"
+    of_strategy: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step_samples(self) -> int:
@@ -145,7 +148,7 @@ def fit(case: Case) -> Trained:
 
 def fit_module(case: Case) -> tuple[Trained, Fitted]:
     module, rows, norms = Fitted(case), Rows(), Norms()
-    strategy: dict[str, Any] = {"name": case.strategy, case.dimension: case.size}
+    strategy: dict[str, Any] = {"name": case.strategy, case.dimension: case.size, **case.of_strategy}
     if case.shard_size is not None:
         strategy["shard_size"] = case.shard_size
     torch.manual_seed(SEED)

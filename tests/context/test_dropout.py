@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from roomier.api.blocks import find_blocks
 from roomier.core.device.events import Events
 from roomier.core.device.rng import mix_seed
+from roomier.techniques.pipeline.units import find_units
 from tests.context.fitting import SEED, Case, Fitted, fit_module, is_equal
 from tests.context.networks import Batch
 from tests.parallel.parity import Trained, bare_optimizer, distance
@@ -24,7 +26,8 @@ class Slices:
     """Dropout on one device whose masks consist of the masks of all slices of the sequence.
 
     Args:
-        size: number of slices. A block draws the mask of each slice from a separate generator.
+        size: number of slices. A block draws the mask of each slice from a separate generator. Other units draw masks
+            of full sequences.
     """
 
     def __init__(self, size: int, length: int) -> None:
@@ -32,15 +35,18 @@ class Slices:
         self._generators: list[torch.Generator] = []
 
     @contextmanager
-    def installed(self, blocks: list[nn.Module]) -> Iterator[None]:
+    def installed(self, network: nn.Module) -> Iterator[None]:
         before, F.dropout, F.scaled_dot_product_attention = (
             (F.dropout, F.scaled_dot_product_attention),
             self._dropout,
             self._attention,
         )
         self._of_torch = before[0]
-        handles = [block.register_forward_pre_hook(self._enter) for block in blocks]
-        handles += [block.register_forward_hook(self._leave) for block in blocks]
+        blocks = find_blocks(network)
+        handles = []
+        for unit in find_units(network, blocks).values():
+            enter = partial(self._enter, self._size if unit in blocks else 1)
+            handles += [unit.register_forward_pre_hook(enter), unit.register_forward_hook(self._leave)]
         try:
             yield
         finally:
@@ -48,16 +54,16 @@ class Slices:
             for each in handles:
                 each.remove()
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, num_slices: int, *_: Any) -> None:
         drawn = int(torch.randint(2**62, ()))
-        self._generators = [torch.Generator().manual_seed(mix_seed(drawn, rank)) for rank in range(self._size)]
+        self._generators = [torch.Generator().manual_seed(mix_seed(drawn, rank)) for rank in range(num_slices)]
 
     def _leave(self, *_: Any) -> None:
         self._generators = []
 
     def _noise(self, tensor: Tensor, dim: int, p: float) -> Tensor:
         """Return the scaled mask of dropout, drawn by slices along ``dim``."""
-        parts = tensor.tensor_split(self._size, dim)
+        parts = tensor.tensor_split(len(self._generators), dim)
         drawn = [  # in the order of the memory, as torch draws masks
             torch.empty_like(part).bernoulli_(1 - p, generator=generator)
             for part, generator in zip(parts, self._generators, strict=True)
@@ -102,7 +108,7 @@ def train_in_slices(case: Case, read: list[list[Batch]]) -> Trained:
     """Train in one process. ``read`` contains the micro-batches of each data rank."""
     bare = Fitted(case).double()
     optimizer, trained = bare_optimizer("adamw", bare), Trained([], [], {})
-    with Slices(case.size, case.length).installed(find_blocks(bare)):
+    with Slices(case.size, case.length).installed(bare):
         for step in range(case.num_steps):
             window = [(rank, index) for index in range(case.accumulate) for rank in range(len(read))]
             batches = {(rank, index): read[rank][step * case.accumulate + index] for rank, index in window}
@@ -146,7 +152,7 @@ def test_dropout_of_slices_in_other_models(on_ranks: RankPool, case: Case) -> No
 
 
 def fit_with_equal_seeds(case: Case) -> tuple[Trained, list[Batch]]:
-    Events.seed_of_event = lambda self: mix_seed(int(torch.randint(2**62, ())), 0)  # type: ignore[method-assign]
+    Events.seed_of_event = lambda self, **_: mix_seed(int(torch.randint(2**62, ())), 0)  # type: ignore
     return fit_seeded(case)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.context.fitting import Case, fit, is_equal, train_bare
 from tests.parallel.parity import Trained, distance
@@ -37,3 +40,15 @@ def test_a_fit_matches_one_process(on_ranks: RankPool) -> None:
 @pytest.mark.more
 def test_each_model(on_ranks: RankPool) -> None:
     check(on_ranks, *[staged(model, accumulate=1 + index % 5) for index, model in enumerate(MODELS)])
+
+
+@pytest.mark.parametrize(("network", "schedule"), [("encoder dropout", "gpipe"), ("mixtral router", "1f1b")])
+def test_a_fit_has_the_bits_of_one_process(on_ranks: RankPool, network: str, schedule: str) -> None:
+    levers = {"gradient_clip_val": None, "seeding": "events"}
+    case = staged(network, accumulate=5, of_strategy={"schedule": schedule}, levers=levers)
+    results = on_ranks(2, fit, case)
+    one = fit(replace(case, strategy="single", num_ranks=1, size=1, of_strategy={}))
+    assert results[0].losses == one.losses
+    for of_rank in results:
+        for name, each in of_rank.weights.items():
+            assert each.is_meta or torch.equal(each, one.weights[name]), name

@@ -59,11 +59,11 @@ class Net(roomier.Module):
         self.masks: list[Tensor] = []
 
     def forward(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)) -> Tensor:
-        h = self.drop(self.enter(x))
+        h = call(self.drop, call(self.enter, x))
         for block in self.blocks:
             before, h = h, call(block, h)
             self.masks.append((h == before).detach())
-        out: Tensor = self.leave(h)
+        out: Tensor = call(self.leave, h)
         return out
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -119,11 +119,11 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def as_event(block: nn.Module, x: Tensor) -> Tensor:
+def as_event(unit: nn.Module, x: Tensor) -> Tensor:
     drawn = int(torch.randint(2**62, ()))
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed_all(mix_seed(drawn, 0))
-    out: Tensor = block(x)
+    out: Tensor = unit(x)
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
@@ -237,7 +237,7 @@ def forward_of_torch(block: Block, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mutant", ["equal seeds in blocks", "no seeds of micro-batches"])
 def test_mutants_differ(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "equal seeds in blocks":
-        monkeypatch.setattr(Events, "seed_of_event", lambda _: 1)
+        monkeypatch.setattr(Events, "seed_of_event", lambda _, **__: 1)
     else:
         monkeypatch.setattr(Events, "begin_micro_batch", lambda _: None)
     seen, weights = fit(str(tmp_path))
@@ -263,7 +263,7 @@ def test_ranks_that_share_samples_draw_equal_numbers_outside_of_blocks() -> None
     inside, outside = [], []
     for coordinate in range(2):
         block = Block().double()
-        install_events([block])
+        install_events([block], sliced=[block])
         events = Events(SEED, torch.device("cpu"), data_rank=3, coordinate=coordinate)
         before = random.getstate(), torch.get_rng_state()
         with events.window(7):
