@@ -147,7 +147,7 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
     "pipeline": (
         "stages",
         "is not supported in a DeepSpeed config",
-        "Use stage 3, or strategy={'name': 'ddp', 'pipeline_parallel_size': 2} instead of the config",
+        "Remove it. Stage 3 shards the parameters. To run stages, use strategy='ddp' without this config",
     ),
     "tensor_parallel": ("autotp_size", "is not implemented", "Remove it. Stage 3 shards the parameters"),
     "hybrid_engine": ("enabled", "is not implemented", "Remove it"),
