@@ -57,15 +57,18 @@ class StagedEngine(EagerEngine):
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(self._staged(step), batches)
-        run = SCHEDULES[self._pipeline.schedule]
+        actions = SCHEDULES[self._pipeline.schedule](self._number, self._pipeline.num_stages, 1, len(batches))
         try:
-            for action in run(self._number, self._pipeline.num_stages, 1, len(batches)):
+            for action in actions:
                 if not action.is_forward:
                     self._run_backward_of(action.index)
                 elif not self._run_forward_of(window, action.index, batches[action.index]):
                     return None
             self._wait_for_sends(0)
-        except BaseException:
+        except BaseException as error:
+            direction = "forward" if action.is_forward else "backward"
+            stage = f"stage {self._number + 1} of {self._pipeline.num_stages}"
+            error.add_note(f"the error occurred in the {direction} pass of micro-batch {action.index} on {stage}")
             self._graphs.clear()
             self._abandon_window()
             raise

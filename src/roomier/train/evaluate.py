@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ from roomier.core.world import World
 from roomier.data.peers import compared
 from roomier.data.source import Source
 from roomier.data.turns import Turn
+from roomier.engine.facts import OWNERS
 from roomier.run.logged.results import Results
 from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
@@ -98,16 +99,25 @@ def evaluate(
 
 @torch.no_grad()
 def take_statistics_of_rank_zero(run: Run) -> None:
-    """Copy the floating-point buffers, such as the running statistics of BatchNorm, from rank 0 to all ranks.
+    """Copy the floating-point buffers, such as the running statistics of BatchNorm, from rank 0 to all ranks. In a
+    pipeline, copy those of a unit from the first rank of its stage.
 
     Each rank updates these statistics with its own batches. A checkpoint stores the buffers of rank 0. With the buffers
     of rank 0, all ranks evaluate the same model.
     """
     if run.ranks.is_alone:
         return
-    buffers = [each for each in run.engine.module.buffers() if each.is_floating_point()]
-    for own, of_zero in zip(buffers, run.ranks.from_zero([each.cpu() for each in buffers]), strict=True):
-        own.copy_(of_zero)
+    network, ranks = run.engine.module, run.ranks
+    own = {name: each for name, each in network.named_buffers() if each.is_floating_point()}
+    owners = network.__dict__.get(OWNERS)
+    if owners is None:
+        values: Mapping[str, Tensor] = ranks.from_zero({name: each.cpu() for name, each in own.items()})
+    else:
+        is_first, stage, last = ranks.data.is_zero, ranks.mesh.stage_index, ranks.mesh.stage - 1
+        sent = {name: each.cpu() for name, each in own.items() if is_first and owners.get(name, (last,))[0] == stage}
+        values = ChainMap(*ranks.gather(sent))
+    for name, each in own.items():
+        each.copy_(values[name])
 
 
 def _evaluate_source(
@@ -201,6 +211,8 @@ def on_host(run: Run, output: Any) -> Any:
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
     by_rank = run.ranks.data.gather(kept, allows_pickle=True)
     outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
+    if run.ranks.mesh.stage > 1:  # only the last stage computes outputs
+        outputs = run.ranks.peers.from_zero(outputs, allows_pickle=True)
     return [outputs[number] for number in sorted(outputs)]
 
 

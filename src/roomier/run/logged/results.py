@@ -10,7 +10,7 @@ same decision on all ranks. Of the ranks that read the same samples, only the fi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from numbers import Real
 from typing import Any
@@ -283,7 +283,21 @@ class Results:
             elif entry.on_epoch and entry.updates != of_all.updates:
                 entry.agreed, entry.updates = torch_private.recompute_metric(entry.metric), of_all.updates
             entry.agreed_step = of_all.step_value
+        if self._ranks.mesh.stage > 1:
+            self._take_values_of_last_stage(stages)
         return [each for each, _ in gathered]
+
+    def _take_values_of_last_stage(self, stages: Iterable[str]) -> None:
+        """Replace the reduced values with those of the last stage of a pipeline, whose metric objects received all
+        updates."""
+        own = {
+            (stage, *key): (entry.options, entry.is_double, self._reduced(entry), entry.agreed_step)
+            for stage in stages
+            for key, entry in self._entries.get(stage, {}).items()
+        }
+        for (stage, name, is_in_batch), (options, *values) in self._ranks.peers.from_zero(own).items():
+            entry = self._entries.setdefault(stage, {}).setdefault((name, is_in_batch), Entry(name, *options))
+            entry.is_double, entry.agreed, entry.agreed_step = values
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
         """Call ``hooks`` at the end of an epoch. Each hook can read previously logged values, reduced across ranks."""

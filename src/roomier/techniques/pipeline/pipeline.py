@@ -79,7 +79,8 @@ def find_pipeline(
     """
     units = find_units(network, blocks)
     names = [event.unit for event in trace.events]
-    begins = [number for number, name in enumerate(names) if number and units[name] in blocks]
+    of_blocks = {name for name, each in units.items() if each in {*blocks}}
+    begins = [number for number, name in enumerate(names) if number and name in of_blocks]
     if len(begins) < num_stages - 1:
         begins = [*range(1, len(names))]
     if len(begins) < num_stages - 1:

@@ -39,7 +39,8 @@ class StepTraces:
 
     def __init__(self, module: Module, facts: Facts, plan: Plan) -> None:
         self._module, self._plan = module, plan
-        self._blocks = [name for name, each in facts.network.named_modules() if each in facts.blocks]
+        blocks = {*facts.blocks}  # a set, because torchmetrics replaces the operator == of its modules
+        self._blocks = [name for name, each in facts.network.named_modules() if each in blocks]
         self._traces: dict[Hashable, Trace] = {}
 
     def __call__(self, name: str, batch: Any) -> Trace:

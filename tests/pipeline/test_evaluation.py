@@ -1,0 +1,124 @@
+"""Evaluations of a pipeline: values that the last stage logs, metric objects, statistics of BatchNorm, predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import roomier
+from roomier.callbacks import EarlyStopping, ModelCheckpoint
+from tests.ranks.pool import RankFailed, RankPool
+
+STAGES = {"name": "ddp", "pipeline_parallel_size": 2}
+
+
+class Net(roomier.Module):
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)
+        )
+        self.leave = nn.Linear(8, 1)
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.double()
+        self.fails_at = fails_at
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h)
+        out: Tensor = self.leave(h)
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at and self.trainer.global_rank == 1:
+            raise ValueError("no such sample")
+        self.log("input", batch[0].mean(), on_epoch=True)
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out: Tensor = self(batch[0])
+        self.error(out, batch[1])
+        self.log("error", self.error)
+        self.log("val_loss", nn.functional.mse_loss(out, batch[1]))
+        return out
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.03)
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(35, size, generator=generator, dtype=torch.float64) for size in (4, 1)]
+    return DataLoader(TensorDataset(*tensors), batch_size=4)  # the last batch has 3 samples
+
+
+def run(folder: str, strategy: Any, devices: int) -> Any:
+    net = Net()
+    roomier.seed_everything(3)
+    best = ModelCheckpoint(monitor="val_loss")
+    trainer = roomier.Trainer(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        precision="64-true",
+        seeding="events",
+        accumulate_grad_batches=2,
+        max_epochs=6,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[EarlyStopping("error", patience=0), best],
+    )
+    before = trainer.validate(net, loader())  # runs the full network on each rank
+    trainer.fit(net, loader(), loader())
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
+    outputs = torch.cat(trainer.predict(net, loader()))
+    after = trainer.validate(net, loader())
+    return trainer.global_step, float(best.best_model_score), metrics, before, after, outputs
+
+
+def test_metrics_and_predictions_are_those_of_one_process(on_ranks: RankPool, tmp_path: Any) -> None:
+    step, best, metrics, before, after, outputs = run(str(tmp_path / "one"), "single", 1)
+    for results in on_ranks(2, run, str(tmp_path / "two"), STAGES, 2):
+        assert results[0] == step
+        assert results[1] == pytest.approx(best, rel=1e-9)
+        for own, expected in zip([results[2], *results[3], *results[4]], [metrics, *before, *after], strict=True):
+            assert own == pytest.approx({name: expected[name] for name in own}, rel=1e-9)
+            assert {"error", "val_loss"} <= own.keys()
+        torch.testing.assert_close(results[5], outputs, rtol=1e-9, atol=1e-12)
+
+
+def fit_with_error(folder: str) -> None:
+    trainer = roomier.Trainer(
+        strategy=STAGES,
+        devices=2,
+        accelerator="cpu",
+        precision="64-true",
+        accumulate_grad_batches=2,
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Net(fails_at=3), loader())
+
+
+def test_an_error_names_the_stage_and_the_micro_batch(on_ranks: RankPool, tmp_path: Any) -> None:
+    with pytest.raises(RankFailed, match="forward pass of micro-batch 1 on stage 1 of 2"):
+        on_ranks(2, fit_with_error, str(tmp_path))
