@@ -81,6 +81,7 @@ class FakeEngine:
     def weights(self) -> dict[str, Any]:
         return self.module.state_dict()
 
+    def load_weights(self, weights: Mapping[str, Any]) -> None: ...
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
 

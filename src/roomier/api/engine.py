@@ -188,6 +188,9 @@ class Engine(Protocol):
     def weights(self) -> dict[str, Any]:
         """Return the weights and buffers that :meth:`state` includes."""
 
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Copy ``weights`` into the module. Tensors that are not sharded are sharded like those of the module."""
+
     def state(self) -> dict[str, Any]:
         """Return the weights, optimizer states and loss scale. Tensors are not copied."""
 

@@ -151,7 +151,7 @@ def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return a value that is equal only for tied tensors; None if the tensor has no elements."""
     local = local_part(tensor)
     if not local.numel():
-        return None
+        return (id(tensor),) if tensor.numel() else None
     # The state keeps all its tensors in memory, so a data pointer identifies a tensor.
     place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), tuple(tensor.shape))
     return (*place, local.dtype, local.is_conj(), local.is_neg())

@@ -149,6 +149,13 @@ def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
     return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
 
 
+def mesh_without_groups(device_type: str, ranks: Sequence[int]) -> Any:
+    """Return a DeviceMesh of ``ranks`` that creates no process groups, so its tensors cannot be redistributed."""
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+    return DeviceMesh(device_type, list(ranks), _init_backend=False)
+
+
 def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the offset of this rank's shard of the DTensor ``tensor`` in each dimension."""
     (chunk,) = tensor.__create_chunk_list__()

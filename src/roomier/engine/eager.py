@@ -441,10 +441,13 @@ class EagerEngine:
         self._updates.place({parameter: states[name] for parameter, name in names.items() if name in states})
         return found
 
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        own = self.weights()
+        self.module.load_state_dict({name: shard_like(own.get(name), each) for name, each in weights.items()})
+
     def load(self, state: dict[str, Any]) -> None:
         self.settle()
-        own = self.weights()
-        self.module.load_state_dict({name: shard_like(own.get(name), each) for name, each in state["module"].items()})
+        self.load_weights(state["module"])
         names = parameter_names(self.module)
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, stored, names, self._updates.away)

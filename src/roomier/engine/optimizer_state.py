@@ -94,12 +94,15 @@ def state_places(
         saved: the state with specifications in place of tensors.
         names: the fully qualified name of each parameter.
         is_spec: function that returns whether a value is a specification, which has ``shape`` and ``dtype``.
-        unneeded: value that replaces tensors that this rank does not need.
+        unneeded: value that replaces tensors that this rank does not need. States of parameters on the meta device,
+            which other stages of a pipeline store, are not needed.
         away: parameters whose states are not on the device. The tensors for these states are on the meta device.
     """
     parameters = {name: parameter for parameter, name in names.items()}
 
     def place(parameter: nn.Parameter, key: str, spec: Spec) -> Any:
+        if parameter.is_meta:
+            return unneeded
         if isinstance(optimizer, PlacesStates):
             tensor = optimizer.place(key, spec.shape, spec.dtype)
             return unneeded if tensor is None else tensor
@@ -154,7 +157,7 @@ def load_optimizer(
     names: Mapping[nn.Parameter, str],
     away: Container[nn.Parameter] = (),
 ) -> None:
-    """Load ``saved``, the result of :func:`optimizer_state`.
+    """Load ``saved``, the result of :func:`optimizer_state`. States of parameters on the meta device are not loaded.
 
     Args:
         optimizer: optimizer that receives the state.
@@ -169,8 +172,10 @@ def load_optimizer(
     named = _names_by_index(optimizer, names)
     groups = optimizer.state_dict()["param_groups"]
     index_of = {name: index for index, name in named.items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    here = {index_of[name]: state for name, state in saved["state"].items() if not parameters[index_of[name]].is_meta}
     packed = {
-        "state": {index_of[name]: state for name, state in saved["state"].items()},
+        "state": here,
         "param_groups": [
             {**group, "params": indices["params"]} for group, indices in zip(saved["param_groups"], groups, strict=True)
         ],

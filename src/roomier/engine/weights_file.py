@@ -139,6 +139,8 @@ class WeightsFile:
                 made = each.run({name: stored.whole() for name, stored in sources.items()}).values()
             for name, values in zip(each.targets, made, strict=True):
                 target = wanted[name]
+                if target.is_meta:  # another stage of a pipeline stores it
+                    continue
                 prepare(target)
                 rows = [local_rows(target)] if target.dim() else []
                 if isinstance(values, Tensor):

@@ -31,7 +31,7 @@ from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.sharded import local_part
-from roomier.engine.optimizer_state import parameter_names, shard_like
+from roomier.engine.optimizer_state import parameter_names
 from roomier.engine.weights_file import prepare_nothing
 from roomier.run.run import Run
 from roomier.techniques.adapters.layers import is_adapter
@@ -120,7 +120,7 @@ def restore_lightning_weights(run: Run, path: Path) -> None:
     """
     file = opened(path, run.ranks)
     show_checkpoint(run, file.content)  # as in Lightning, the hook may change the names
-    run.engine.module.load_state_dict(_weights(run, file))
+    run.engine.load_weights(_weights(run, file))
 
 
 def restore_lightning(run: Run, path: Path) -> None:
@@ -206,7 +206,7 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
 
 
 def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
-    """Return the stored weights, sharded in the same way as the weights of the engine.
+    """Return the stored weights.
 
     Raises:
         CheckpointError: the weights do not match the model.
@@ -215,7 +215,7 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
     if not getattr(seen_by_user(run.module), "strict_loading", True):
         found = {name: found.get(name, each) for name, each in own.items()}
     check_weights(file.path, own, found)
-    return {name: shard_like(own[name], each) for name, each in found.items()}
+    return dict(found)
 
 
 def _position_setter(run: Run, position: LoopPosition) -> Callable[[], None]:

@@ -164,7 +164,7 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # calls set_extra_state; also copies weights that ``_places`` allocated
+    run.engine.load_weights(found)  # calls set_extra_state; also copies weights that ``_places`` allocated
 
 
 def restore(run: Run, path: Path) -> None:
@@ -391,10 +391,15 @@ class PlainCheckpoint:
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match the model.
         """
-        plain = {name: each for name, each in network.state_dict().items() if not is_adapter(name)}
+        plain = {
+            name: checkpoint.UNREAD if isinstance(each, Tensor) and each.is_meta else each  # of another stage
+            for name, each in network.state_dict().items()
+            if not is_adapter(name)
+        }
         with errors_about("weights", self.path):
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
-        network.load_state_dict(read, strict=False)  # calls set_extra_state; the tensors already contain the weights
+        found = {name: each for name, each in read.items() if each is not None}
+        network.load_state_dict(found, strict=False)  # calls set_extra_state; the tensors already contain the weights
 
 
 def find_start(
