@@ -85,6 +85,9 @@ class Staged(EagerEngine):
         state = super().state()
         return {**state, "optimizers": [self.stage_state.full_optimizer(each) for each in state["optimizers"]]}
 
+    def load(self, state: dict[str, Any]) -> None:
+        super().load({**state, "optimizers": [self.stage_state.own_optimizer(each) for each in state["optimizers"]]})
+
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         self.module.load_state_dict(self.stage_state.own_weights(weights))
 

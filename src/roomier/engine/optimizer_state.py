@@ -157,7 +157,7 @@ def load_optimizer(
     names: Mapping[nn.Parameter, str],
     away: Container[nn.Parameter] = (),
 ) -> None:
-    """Load ``saved``, the result of :func:`optimizer_state`. States of parameters on the meta device are not loaded.
+    """Load ``saved``, the result of :func:`optimizer_state`.
 
     Args:
         optimizer: optimizer that receives the state.
@@ -172,10 +172,8 @@ def load_optimizer(
     named = _names_by_index(optimizer, names)
     groups = optimizer.state_dict()["param_groups"]
     index_of = {name: index for index, name in named.items()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    here = {index_of[name]: state for name, state in saved["state"].items() if not parameters[index_of[name]].is_meta}
     packed = {
-        "state": here,
+        "state": {index_of[name]: state for name, state in saved["state"].items()},
         "param_groups": [
             {**group, "params": indices["params"]} for group, indices in zip(saved["param_groups"], groups, strict=True)
         ],

@@ -75,7 +75,7 @@ class StageState:
     def full_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``state``, a result of :func:`roomier.engine.optimizer_state.optimizer_state`, with the states of all
         stages. Every rank must call this method."""
-        own = {name: each for name, each in state["state"].items() if self._stage in self._owners[name]}
+        own = self.own_optimizer(state)["state"]
         is_first = self._stages.index(self._stage) == self._ranks.world.rank
         sent = {name: map_tensors(_spec_of, each) for name, each in own.items() if is_first}
         specs: dict[str, Any] = {}
@@ -83,6 +83,11 @@ class StageState:
             specs.update(of_rank)
         names = (name for group in state["param_groups"] for name in group["params"] if name in specs)
         return {**state, "state": {name: self._placed_all(own.get(name, specs[name]), name) for name in names}}
+
+    def own_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``state`` without the states of parameters that this stage does not store."""
+        own = {name: each for name, each in state["state"].items() if self._stage in self._owners[name]}
+        return {**state, "state": own}
 
     def _placed_all(self, values: Any, name: str) -> Any:
         place = partial(self._placed, stages=self._owners[name])
