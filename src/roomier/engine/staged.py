@@ -7,7 +7,7 @@ does. Its code therefore is that of :class:`EagerEngine`, and it never stores mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from roomier.core.errors import TrainingError
 from roomier.core.mesh import STAGE
 from roomier.core.ranks import announced
 from roomier.engine.eager import EagerEngine, Window
-from roomier.engine.facts import Facts
+from roomier.engine.facts import OWNERS, Facts
+from roomier.engine.stage_state import StageState
 from roomier.launch.failure import is_of_lost_peer
 from roomier.techniques.parallel.stages import Stages
 from roomier.techniques.pipeline.schedule import SCHEDULES
@@ -51,6 +52,7 @@ class StagedEngine(EagerEngine):
         self._number, column = mesh.stage_index, mesh.along(STAGE)[::-1]
         self._previous = column[self._number - 1] if self._number else None
         self._next = column[self._number + 1] if self._number + 1 < mesh.stage else None
+        self._state = StageState(self.module, self.module.__dict__[OWNERS], facts.ranks, self._number)
         self._plans: dict[Trace, StagePlan] = {}
         self._graphs: dict[int, _Graph] = {}  # of the micro-batches whose backward pass has not run, by index
         self._sends: list[tuple[dist.Work, Tensor]] = []
@@ -125,6 +127,20 @@ class StagedEngine(EagerEngine):
         self._send(result, self._next)
         self._wait_for_sends(self._pipeline.num_stages)
         return None
+
+    def weights(self) -> dict[str, Any]:
+        self._state.share_buffers()
+        return self._state.full_weights(super().weights())
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        return {**state, "optimizers": [self._state.full_optimizer(each) for each in state["optimizers"]]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load({**state, "optimizers": [self._state.own_optimizer(each) for each in state["optimizers"]]})
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(self._state.own_weights(weights))
 
     def _plan_of(self, name: str, batch: Any) -> StagePlan:
         trace = self.trace_of(name, batch)

@@ -108,7 +108,7 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
         own = parameter.detach()
         to_local = getattr(own, "to_local", None)  # exists if the parameter is sharded
         own = own if to_local is None else to_local()
-        if own.numel():
+        if own.numel() and not own.is_meta:  # else another stage of a pipeline has the values
             extremes = torch.stack(own.aminmax())  # isfinite() would allocate a second tensor
             if not bool(extremes.isfinite().all()):
                 return name, float(extremes.sum())

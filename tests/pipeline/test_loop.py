@@ -1,4 +1,4 @@
-"""Evaluations of a pipeline: values that the last stage logs, metric objects, statistics of BatchNorm, predictions."""
+"""The loop around the steps of a pipeline: metrics, predictions, statistics of BatchNorm, checkpoints, errors."""
 
 from __future__ import annotations
 
@@ -100,6 +100,45 @@ def test_metrics_and_predictions_are_those_of_one_process(on_ranks: RankPool, tm
             assert own == pytest.approx({name: expected[name] for name in own}, rel=1e-9)
             assert {"error", "val_loss"} <= own.keys()
         torch.testing.assert_close(results[5], outputs, rtol=1e-9, atol=1e-12)
+
+
+def trained(folder: str, num_stages: int, max_steps: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+    """Train until ``max_steps``, save a checkpoint, and return this rank's weights."""
+    net = Net()
+    roomier.seed_everything(3 if ckpt_path is None else 4)
+    trainer = roomier.Trainer(
+        strategy="single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
+        devices=num_stages,
+        accelerator="cpu",
+        precision="64-true",
+        seeding="events",
+        accumulate_grad_batches=2,
+        max_steps=max_steps,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(net, loader(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(f"{folder}/{num_stages}")
+    return {name: each.detach().clone() for name, each in net.named_parameters() if not each.is_meta}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_a_run_resumes_with_another_number_of_stages(
+    on_ranks: RankPool, tmp_path: Any, first: int, second: int
+) -> None:
+    expected = trained(str(tmp_path / "whole"), 1, 7)
+    folder = str(tmp_path / "parts")
+    trained(folder, 1, 3) if first == 1 else on_ranks(first, trained, folder, first, 3)
+    arguments = (folder, second, 7, f"{folder}/{first}")
+    results = [trained(*arguments)] if second == 1 else on_ranks(second, trained, *arguments)
+    weights = {name: each for of_rank in results for name, each in of_rank.items()}
+    assert weights.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(weights[name], each, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def fit_with_error(folder: str) -> None:
