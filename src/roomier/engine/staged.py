@@ -65,7 +65,7 @@ class StagedEngine(EagerEngine):
                 if not action.is_forward:
                     self._run_backward_of(action.index)
                 elif not self._run_forward_of(window, action.index, batches[action.index]):
-                    return None
+                    return self._end_window(window)
             self._wait_for_sends(0)
         except BaseException as error:
             direction = "forward" if action.is_forward else "backward"
@@ -82,7 +82,7 @@ class StagedEngine(EagerEngine):
         """Return a function that runs this stage of ``step``."""
 
         def run(batch: Any, index: int) -> Any:
-            plan = self._plan_of("training_step", batch)
+            plan = self._plan_of("training_step", batch)  # traced before
             received = self._receive_values(plan)
             result = self._stage.forward(plan, partial(step, batch, index), received)
             self._graphs[index] = _Graph(plan, received, () if plan.is_last else result)
@@ -99,6 +99,7 @@ class StagedEngine(EagerEngine):
                 action = "Return -1 only for the first micro-batch of a step, or use accumulate_grad_batches=1"
                 raise TrainingError("on_train_batch_start", -1, problem, action)
             return False
+        self._plan_of("training_step", on_device)  # outside of the contexts of a forward pass
         if self._next is None:
             self._micro_batch(window, index, on_device)
             return True

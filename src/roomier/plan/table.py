@@ -116,7 +116,7 @@ def _strategy_rows(plan: PlanParts) -> Iterator[Row]:
         yield Row("context", words, Kind.NEAR, "blocks run on slices; attention exchanges them for heads")
     if parallel.pipeline_parallel_size > 1:
         words = f"{parallel.pipeline_parallel_size} stages, {parallel.schedule or '1f1b'}"
-        yield Row("pipeline", words, Kind.NEAR, "each rank computes one stage of the model")
+        yield Row("pipeline", words, Kind.NEAR, "each rank holds and computes one stage of the model")
     if parallel.communication != "overlapped":
         yield _row(plan, "communication", "parallel.communication")
     if parallel.find_unused_parameters:

@@ -1,0 +1,1 @@
+../long_sequences/project.py
