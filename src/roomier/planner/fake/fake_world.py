@@ -116,11 +116,7 @@ def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[
         functions |= attention_functions()
     if world.size > _FEW_PARTS:
         functions[torch.chunk] = _chunk
-    with ExitStack() as stack:
-        stack.enter_context(quiet())
-        stack.enter_context(locating_errors())
-        stack.enter_context(_generators_as_before())
-        stack.enter_context(_masks_of_hugging_face())
+    with quiet(), locating_errors(), _generators_as_before(), _masks_of_hugging_face(), ExitStack() as stack:
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())

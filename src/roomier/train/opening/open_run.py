@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,8 @@ def open_run(
         facts = replace(facts, pipeline=pipeline_of(settled, module, facts))
     settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
     engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
-    with _closed_on_error(engine):
+    with ExitStack() as on_failure:
+        on_failure.callback(engine.close)  # restores the forward method of the model
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)
         hooks = HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked)
@@ -122,7 +123,7 @@ def open_run(
         fitted, called = request.fitted, tuple(loggers) if ranks.is_zero else ()
         if settled.start.folder is None:
             called = () if request.is_fit else choosing_their_folders(called)
-        return Run(
+        run = Run(
             settled=settled,
             engine=engine,
             hooks=hooks,
@@ -134,22 +135,14 @@ def open_run(
             progress=Progress() if request.is_fit or fitted is None else fitted.progress,
             events=_events_of(settled, engine.device) if request.is_fit and plan.batch.seeding == "events" else None,
         )
+        on_failure.pop_all()
+    return run
 
 
 def _events_of(settled: Settled, device: torch.device) -> Events:
     ranks = settled.ranks
     seed = ranks.from_zero(torch.initial_seed() % 2**63)
     return Events(seed, device, data_rank=ranks.data.world.rank, coordinate=ranks.mesh.coordinate(CONTEXT))
-
-
-@contextmanager
-def _closed_on_error(engine: Engine) -> Iterator[None]:
-    """Restore the forward method of the model if an error occurs."""
-    try:
-        yield
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _batches_of_evaluation(settled: Settled) -> Batches:
