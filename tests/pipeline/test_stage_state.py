@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from roomier import Module, checkpoint
+from roomier import Module, Trainer, checkpoint
+from roomier.core.device.rng import seed_everything
 from roomier.core.mesh import Mesh
 from roomier.core.ranks import Ranks
 from roomier.core.sharded import is_sharded
@@ -27,6 +29,7 @@ from roomier.techniques.optim.configured import Configured
 from roomier.train.saving.restore import PlainCheckpoint
 from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
+from tests.resume.reshard import GLOBAL_BATCH, Classifier, Samples
 
 
 class Block(nn.Module):
@@ -84,6 +87,9 @@ class Staged(EagerEngine):
     def state(self) -> dict[str, Any]:
         state = super().state()
         return {**state, "optimizers": [self.stage_state.full_optimizer(each) for each in state["optimizers"]]}
+
+    def places(self, stored: Sequence[Mapping[str, Any]], **kinds: Any) -> list[dict[str, Any]]:
+        return [self.stage_state.own_places(each, kinds["unneeded"]) for each in super().places(stored, **kinds)]
 
     def load(self, state: dict[str, Any]) -> None:
         super().load({**state, "optimizers": [self.stage_state.own_optimizer(each) for each in state["optimizers"]]})
@@ -186,3 +192,43 @@ def test_initial_weights(on_ranks: RankPool, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "module", {"module": stored})
     save_file({name: each.clone() for name, each in stored.items()}, tmp_path / "model.safetensors")
     on_ranks(4, read_weights, tmp_path / "c", tmp_path / "model.safetensors", 2)
+
+
+def fit(path: Path, num_ranks: int, num_stages: int, max_steps: int, start: Path | None) -> list[str]:
+    seed_everything(0)
+    staged = {"name": "ddp", "pipeline_parallel_size": num_stages}
+    trainer = Trainer(
+        default_root_dir=path.parent,
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy="single" if num_ranks == 1 else staged,
+        seeding="events",
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Classifier()
+    trainer.fit(module, DataLoader(Samples(), batch_size=GLOBAL_BATCH * num_stages // num_ranks), ckpt_path=start)
+    trainer.save_checkpoint(path)
+    return [name for name, each in module.named_parameters() if not each.is_meta]
+
+
+def test_a_fit_resumes_from_the_checkpoint_of_a_pipeline(on_ranks: RankPool, tmp_path: Path) -> None:
+    first, middle = tmp_path / "first", tmp_path / "middle"
+    on_ranks(1, fit, tmp_path / "whole", 1, 1, 7, None)
+    names = on_ranks(2, fit, first, 2, 2, 3, None)
+    assert names[0] != names[1]
+    on_ranks(1, fit, tmp_path / "one", 1, 1, 7, first)
+    on_ranks(4, fit, middle, 4, 2, 5, first)
+    on_ranks(3, fit, tmp_path / "three", 3, 3, 7, middle)
+    on_ranks(2, fit, tmp_path / "cut", 2, 2, 7, first)
+    on_ranks(2, fit, tmp_path / "uncut", 2, 2, 7, None)
+    states = {name: checkpoint.load(tmp_path / name) for name in ("whole", "one", "three", "cut", "uncut")}
+    of_optimizer = {name: state["optimizers"][0]["state"] for name, state in states.items()}
+    for name in ("one", "three", "cut"):
+        torch.testing.assert_close(states[name]["module"], states["whole"]["module"], msg=name)
+        torch.testing.assert_close(of_optimizer[name], of_optimizer["whole"], msg=name)
+    for section in ("module", "optimizers"):
+        assert list(differing(states["cut"][section], states["uncut"][section], section)) == []

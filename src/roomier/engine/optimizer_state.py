@@ -94,15 +94,12 @@ def state_places(
         saved: the state with specifications in place of tensors.
         names: the fully qualified name of each parameter.
         is_spec: function that returns whether a value is a specification, which has ``shape`` and ``dtype``.
-        unneeded: value that replaces tensors that this rank does not need. States of parameters on the meta device,
-            which other stages of a pipeline store, are not needed.
+        unneeded: value that replaces tensors that this rank does not need.
         away: parameters whose states are not on the device. The tensors for these states are on the meta device.
     """
     parameters = {name: parameter for parameter, name in names.items()}
 
     def place(parameter: nn.Parameter, key: str, spec: Spec) -> Any:
-        if parameter.is_meta:
-            return unneeded
         if isinstance(optimizer, PlacesStates):
             tensor = optimizer.place(key, spec.shape, spec.dtype)
             return unneeded if tensor is None else tensor

@@ -46,7 +46,7 @@ class StageState:
     def share_buffers(self) -> None:
         """Copy each buffer of a unit from the stage that runs the unit to the other stages. Every rank must call this
         method."""
-        buffers = dict(self._network.named_buffers())
+        buffers = dict(self._network.named_buffers(remove_duplicate=False))
         for name, stages in self._buffers.items():
             sent = buffers[name].contiguous()
             source, peers = self._stages_of_peers.index(stages[0]), self._ranks.peers
@@ -88,6 +88,13 @@ class StageState:
         """Return ``state`` without the states of parameters that this stage does not store."""
         own = {name: each for name, each in state["state"].items() if self._stage in self._owners[name]}
         return {**state, "state": own}
+
+    def own_places(self, state: Mapping[str, Any], unneeded: object) -> dict[str, Any]:
+        """Return ``state``, the places of an optimizer's states, with ``unneeded`` in place of each tensor that this
+        stage does not store."""
+        own = self.own_optimizer(state)["state"]
+        others = map_tensors(lambda _: unneeded, state["state"])
+        return {**state, "state": {**others, **own}}
 
     def _placed_all(self, values: Any, name: str) -> Any:
         place = partial(self._placed, stages=self._owners[name])

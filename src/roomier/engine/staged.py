@@ -137,6 +137,9 @@ class StagedEngine(EagerEngine):
         state = super().state()
         return {**state, "optimizers": [self._state.full_optimizer(each) for each in state["optimizers"]]}
 
+    def places(self, stored: Sequence[Mapping[str, Any]], **kinds: Any) -> list[dict[str, Any]]:
+        return [self._state.own_places(each, kinds["unneeded"]) for each in super().places(stored, **kinds)]
+
     def load(self, state: dict[str, Any]) -> None:
         super().load({**state, "optimizers": [self._state.own_optimizer(each) for each in state["optimizers"]]})
 
