@@ -94,7 +94,7 @@ def make_optimizer(
     if kind in (Lion, BlockwiseAdamW) and weight_rounding is not None:
         options["weight_rounding"] = weight_rounding
     elif name in _FUSED and "fused" in arguments and not {"fused", "foreach", "differentiable"} & set(options):
-        options["fused"] = all(_has_fused(name, parameter) for parameter, _ in trained)
+        options["fused"] = all(_has_fused(name, each) for each, _ in trained if not each.is_meta)
     if name == "muon" and not any(trait.is_hidden for _, trait in trained):
         problem = "requires a trained matrix in a block (a layer that repeats), but the model has none"
         raise PlanError("optimizer", name, problem, "Declare model_blocks() on the model, or use optimizer='adamw'")
