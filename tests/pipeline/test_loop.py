@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
-from roomier.callbacks import EarlyStopping, ModelCheckpoint
+from roomier.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from roomier.core.errors import RoomierError
 from tests.ranks.pool import RankFailed, RankPool
 
 STAGES = {"name": "ddp", "pipeline_parallel_size": 2}
@@ -156,6 +157,42 @@ def fit_with_error(folder: str) -> None:
         enable_checkpointing=False,
     )
     trainer.fit(Net(fails_at=3), loader())
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class OwnStep(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+def error_of(folder: str, kind: type[Net], callbacks: list[Any]) -> str:
+    net = kind()
+    trainer = roomier.Trainer(
+        strategy=STAGES, devices=2, accelerator="cpu", max_epochs=1, default_root_dir=folder, callbacks=callbacks
+    )
+    with pytest.raises(RoomierError) as caught:
+        trainer.fit(net, loader())
+    assert not any(each.is_meta for each in net.parameters())  # the model has kept its weights
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "text"),
+    [
+        (OwnBackward, [], "backward='OwnBackward': is not supported with stages"),
+        (OwnStep, [], "optimizer_step='OwnStep': is not supported with stages"),
+        (Net, [WeightAveraging()], "callbacks='WeightAveraging': is not supported with stages"),
+    ],
+    ids=["backward", "optimizer_step", "averaging"],
+)
+def test_what_needs_the_full_model_is_rejected(
+    on_ranks: RankPool, tmp_path: Any, kind: type[Net], callbacks: list[Any], text: str
+) -> None:
+    assert all(text in each for each in on_ranks(2, error_of, str(tmp_path), kind, callbacks))
 
 
 def test_an_error_names_the_stage_and_the_micro_batch(on_ranks: RankPool, tmp_path: Any) -> None:

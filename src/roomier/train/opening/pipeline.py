@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roomier.api.callback import KeepsWeights
 from roomier.api.hooks import step_of
 from roomier.api.module import Module, network_of
+from roomier.api.overrides import overrides
+from roomier.core.errors import RoomierError
 from roomier.core.tree import leaves
 from roomier.engine.facts import Facts, check_module
 from roomier.plan import Plan
@@ -77,9 +80,26 @@ def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | No
     known: Pipeline | None = network.__dict__.get(_PIPELINE)
     if known is None and settled.request.is_fit:
         check_module(plan, module, network)
+        _check_supported(settled, module)
         _ = settled.data.train_loader  # created on all ranks, because the constructor may use collectives
         known = network.__dict__[_PIPELINE] = settled.ranks.on_zero(lambda: _find(settled, module, facts))
     return known
+
+
+def _check_supported(settled: Settled, module: Module) -> None:
+    """Check that no hook or callback requires the full model or the backward pass of the loss on each rank.
+
+    Raises:
+        RoomierError: a hook or a callback is not supported.
+    """
+    problem = "is not supported with stages, of which each rank has only one"
+    for name in ("backward", "optimizer_step", "configure_model"):
+        if overrides(module, name, Module):
+            action = f"Remove {name}, or use pipeline_parallel_size=1"
+            raise RoomierError(name, type(module).__name__, problem, action)
+    for each in settled.callbacks:
+        if isinstance(each, KeepsWeights):
+            raise RoomierError("callbacks", type(each).__name__, problem, "Remove it, or use pipeline_parallel_size=1")
 
 
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
