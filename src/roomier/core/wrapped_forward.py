@@ -26,6 +26,7 @@ class WrappedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward
+        self.reads_weights_later |= getattr(module.forward, "reads_weights_later", False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
