@@ -229,8 +229,11 @@ class Module(HasHyperParameters, ModuleHooks):
 
     @property
     def device(self) -> torch.device:
-        """Device of the first parameter or buffer; the CPU if the module has neither."""
-        return next((t.device for t in _own_tensors(self)), torch.device("cpu"))
+        """Device of the first parameter or buffer, if possible one that is not on ``meta``; the CPU if the module has
+        neither."""
+        devices = (t.device for t in _own_tensors(self))
+        first = next(devices, torch.device("cpu"))
+        return next((each for each in devices if each.type != "meta"), first) if first.type == "meta" else first
 
     @property
     def dtype(self) -> torch.dtype:

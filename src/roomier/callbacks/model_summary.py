@@ -148,8 +148,8 @@ class RichModelSummary(ModelSummary):
 
     If the module has an ``example_input_array``, the table also contains the shapes of inputs and outputs and the FLOPs
     of one forward pass with this input. The forward pass runs in evaluation mode without gradients and does
-    not change the random states. The forward pass is skipped if the strategy shards parameters. This callback replaces
-    :class:`ModelSummary`.
+    not change the random states. The forward pass is skipped if the strategy shards parameters or divides the model
+    into stages. This callback replaces :class:`ModelSummary`.
 
     Args:
         max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.
@@ -170,7 +170,9 @@ class RichModelSummary(ModelSummary):
             "mode": {name: "train" if each.training else "eval" for name, each in pl_module.named_modules()}
         }
         example, engine = getattr(pl_module, "example_input_array", None), trainer.engine
-        if example is not None and trainer.plan.parallel.strategy in _WHOLE_ON_EACH_RANK:
+        parallel = trainer.plan.parallel
+        is_whole = parallel.strategy in _WHOLE_ON_EACH_RANK and parallel.pipeline_parallel_size == 1
+        if example is not None and is_whole:
             run = partial(_call, pl_module, engine.move(example))
             columns = {**columns, **_measured(pl_module, lambda: engine.forward(lambda _: run(), None))}
         found = summary_table(summarize(pl_module, self.max_depth), columns)

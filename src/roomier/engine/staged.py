@@ -105,6 +105,9 @@ class StagedEngine(EagerEngine):
             return True
         with self._context():
             window.step(on_device, index)
+        if self.hooks.zero_grad is not None and index == 0:
+            for optimizer in self.optimizers:
+                self.hooks.zero_grad(optimizer)
         graph = self._graphs[index]
         self._send(graph.outputs, self._next)
         return True
@@ -116,6 +119,8 @@ class StagedEngine(EagerEngine):
             gradients = self._receive(self._next, [(each.shape, each.dtype) for each in outputs])
             with self._backward_context():
                 torch.autograd.backward(outputs, gradients)
+            for after in self.hooks.after_backward:
+                after()
         if self._previous is not None:
             self._send(graph.gradients(), self._previous)
 

@@ -76,7 +76,9 @@ def histograms(
         visit: calls its argument with each of these tensors and this rank's values of it, such as its gradient. It is
             called twice.
     """
-    index = {tensor: i for i, (_, tensor) in enumerate(tensors.items()) if _is_counted_here(tensor, ranks)}
+    stored = ranks.gather([not each.is_meta for each in tensors.values()])  # a stage stores some of the tensors
+    first = [of_ranks.index(max(of_ranks)) for of_ranks in zip(*stored, strict=True)]
+    index = {each: i for i, each in enumerate(tensors.values()) if _is_counted_here(each, first[i] == ranks.world.rank)}
     extents: dict[int, Tensor] = {}
     counts: dict[int, Tensor] = {}
 
@@ -106,8 +108,8 @@ def histograms(
     return {name: Histogram(row, its_edges) for name, row, its_edges in found if any(row)}
 
 
-def _is_counted_here(tensor: Tensor, ranks: Ranks) -> bool:
+def _is_counted_here(tensor: Tensor, is_first: bool) -> bool:
     if not is_sharded(tensor):
-        return ranks.is_zero
+        return is_first
     coordinate = tensor.device_mesh.get_coordinate() or ()
     return not any(at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())

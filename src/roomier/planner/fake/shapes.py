@@ -62,6 +62,9 @@ def copied_module(module: Module, memo: dict[int, Any]) -> Module:
         NoForecastError: an object cannot be copied.
     """
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
+    for each in _tensors_of(module):
+        if not each.is_leaf and id(each) not in memo:  # a result of an earlier step, which deepcopy rejects
+            memo[id(each)] = each.detach().clone()
     trainer = module.trainer if module.is_attached else None  # training_step can read its attributes, such as the epoch
     if trainer is not None:
         memo[id(trainer)] = trainer
@@ -75,8 +78,7 @@ def copied_module(module: Module, memo: dict[int, Any]) -> Module:
         raise NoForecastError("model", type(module).__name__, problem, action) from error
     of_lightning = lend_to_lightning(copied, trainer)
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
-        for name in ("log", "log_dict", "print"):
-            part.__dict__[name] = _ignore
+        part.__dict__.update(log=_ignore, log_dict=_ignore, print=_ignore, _trainer=trainer)
     unwrap(copied)  # removes wrappers that an earlier run installed
     return copied
 

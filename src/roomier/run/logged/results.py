@@ -291,13 +291,20 @@ class Results:
         """Replace the reduced values with those of the last stage of a pipeline, whose metric objects received all
         updates."""
         own = {
-            (stage, *key): (entry.options, entry.is_double, self._reduced(entry), entry.agreed_step)
+            (stage, *key): (
+                entry.options,
+                entry.is_double,
+                self._reduced(entry),
+                entry.agreed_step,
+                entry.value,
+                entry.is_unseen,
+            )
             for stage in stages
             for key, entry in self._entries.get(stage, {}).items()
         }
         for (stage, name, is_in_batch), (options, *values) in self._ranks.peers.from_zero(own).items():
             entry = self._entries.setdefault(stage, {}).setdefault((name, is_in_batch), Entry(name, *options))
-            entry.is_double, entry.agreed, entry.agreed_step = values
+            entry.is_double, entry.agreed, entry.agreed_step, entry.value, entry.is_unseen = values
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
         """Call ``hooks`` at the end of an epoch. Each hook can read previously logged values, reduced across ranks."""

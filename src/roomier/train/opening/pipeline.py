@@ -52,7 +52,8 @@ class StepTraces:
         Raises:
             TrainingError: stages cannot reproduce the step; see :func:`roomier.techniques.pipeline.trace.trace_step`.
         """
-        key = (name, torch.is_grad_enabled(), *map(_kind, leaves(batch)))
+        trained = tuple(each.requires_grad for each in self._module.parameters())  # a callback can unfreeze parameters
+        key = (name, torch.is_grad_enabled(), trained, *map(_kind, leaves(batch)))
         if key not in self._traces:
             self._traces[key] = self._trace(name, batch)
         return self._traces[key]
@@ -61,6 +62,8 @@ class StepTraces:
         precision = precision_of(self._plan.precision.mode, torch.device("cpu"))
         with alone(self._module), precision.forward_context()():
             copied = copied_module(self._module, dict(parameters_without_values(self._module)))
+            if hasattr(vars(copied).get(name), "__wrapped__"):  # a profiler, which measures the original module
+                del vars(copied)[name]
             network = network_of(copied)
             units = find_units(network, [network.get_submodule(each) for each in self._blocks])
             step, given = step_of(copied, name), copy.deepcopy(batch)

@@ -1,0 +1,136 @@
+"""Hooks, callbacks and searches of a pipeline against one process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import roomier
+from roomier.callbacks import BaseFinetuning, Callback, HistogramMonitor, RichModelSummary, SpikeGuard, Throughput
+from roomier.tuner import lr_find
+from tests.pipeline.test_loop import STAGES, Net, loader
+from tests.ranks.pool import RankPool
+
+
+class Busy(Net):
+    """Module whose step and hooks use more than the batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        self.error(out, batch[1])
+        self.log("train_error", self.error, on_step=True, on_epoch=True)
+        factor = torch.ones((), device=self.device, dtype=self.dtype) / (1 + self.trainer.global_step)
+        self.latest = nn.functional.mse_loss(out, batch[1]) * factor
+        self.log("loss", self.latest)
+        return self.latest
+
+    def on_after_backward(self) -> None:
+        for each in self.parameters():
+            if each.grad is not None:
+                each.grad *= 0.5
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("rate", optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.03)
+        plateau = ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "loss", "interval": "step"}]
+
+
+class Rate(Net):
+    """Module whose learning rate a search can change."""
+
+    lr = 0.01
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
+
+
+class Example(Net):
+    example_input_array = torch.zeros(3, 4, dtype=torch.float64)
+
+
+class NotFinite(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 5 else loss
+
+
+class Unfreeze(BaseFinetuning):
+    """Callback that trains the first stage only in the last epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.enter, *pl_module.blocks[:2]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.enter, *pl_module.blocks[:2]], optimizer, lr=0.01)
+
+
+CASES: dict[str, tuple[type[Net], Callable[[], list[Callback]], dict[str, Any]]] = {
+    "hooks": (Busy, list, {}),
+    "unfreezing": (Rate, lambda: [Unfreeze()], {}),
+    "spikes": (NotFinite, lambda: [SpikeGuard("skip")], {}),
+    "histograms": (Net, lambda: [HistogramMonitor(4)], {"logger": True}),
+    "summary, throughput": (Example, lambda: [RichModelSummary(2), Throughput()], {"log_every_n_steps": 1}),
+    "profiler": (Net, list, {"profiler": "simple"}),
+    "learning rate": (Rate, list, {}),
+}
+
+
+def fit(name: str, strategy: Any, devices: int) -> dict[str, Any]:
+    kind, callbacks, options = CASES[name]
+    roomier.seed_everything(3)
+    net, folder = kind(), tempfile.mkdtemp()
+    settings: dict[str, Any] = {
+        "logger": False,
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+        "precision": "64-true",
+        "seeding": "events",
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+    }
+    trainer = roomier.Trainer(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        default_root_dir=folder,
+        callbacks=callbacks(),
+        **{**settings, **options},
+    )
+    result: dict[str, Any] = {}
+    if name == "learning rate":
+        curve = lr_find(trainer, net, loader(), num_training=8)  # type: ignore[arg-type]
+        assert curve is not None
+        result["losses"] = list(curve.losses)
+    trainer.fit(net, loader(), loader())
+    for path in Path(folder).glob("**/histograms.jsonl"):
+        rows = [json.loads(row) for row in path.read_text().splitlines()]
+        result["histograms"] = [{key: value for key, value in row.items() if key != "time"} for row in rows]
+    rates = {"samples_per_s", "model_flops_per_s"}  # depend on the clock
+    result |= {key: float(value) for key, value in trainer.callback_metrics.items() if key not in rates}
+    outputs = trainer.predict(net, loader())
+    assert outputs is not None
+    return {**result, "steps": trainer.global_step, "outputs": torch.cat(outputs)}
+
+
+def test_features_give_the_results_of_one_process(on_ranks: RankPool) -> None:
+    for name, of_ranks in zip(CASES, on_ranks.each(2, fit, [(name, STAGES, 2) for name in CASES]), strict=True):
+        expected = fit(name, "single", 1)
+        histograms = expected.pop("histograms", None)
+        assert (histograms is not None) == (name == "histograms")
+        assert [found.pop("histograms", None) for found in of_ranks] == [histograms, None]  # rank 0 writes
+        for found in of_ranks:
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=partial("{}: {}".format, name))
