@@ -15,8 +15,6 @@ from roomier.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from roomier.core.errors import RoomierError
 from tests.ranks.pool import RankFailed, RankPool
 
-STAGES = {"name": "ddp", "pipeline_parallel_size": 2}
-
 
 class Net(roomier.Module):
     def __init__(self, fails_at: int | None = None) -> None:
@@ -66,24 +64,30 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*tensors), batch_size=4)  # the last batch has 3 samples
 
 
-def run(folder: str, strategy: Any, devices: int) -> Any:
+def trainer_of(folder: str, num_stages: int, **options: Any) -> roomier.Trainer:
+    return roomier.Trainer(
+        strategy="single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
+        devices=num_stages,
+        accelerator="cpu",
+        default_root_dir=folder,
+        **{
+            "precision": "64-true",
+            "seeding": "events",
+            "accumulate_grad_batches": 2,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+        },
+    )
+
+
+def run(folder: str, num_stages: int) -> Any:
     net = Net()
     roomier.seed_everything(3)
     best = ModelCheckpoint(monitor="val_loss")
-    trainer = roomier.Trainer(
-        strategy=strategy,
-        devices=devices,
-        accelerator="cpu",
-        precision="64-true",
-        seeding="events",
-        accumulate_grad_batches=2,
-        max_epochs=6,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[EarlyStopping("error", patience=0), best],
-    )
+    callbacks = [EarlyStopping("error", patience=0), best]
+    trainer = trainer_of(folder, num_stages, max_epochs=6, callbacks=callbacks)
     before = trainer.validate(net, loader())  # runs the full network on each rank
     trainer.fit(net, loader(), loader())
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
@@ -93,8 +97,8 @@ def run(folder: str, strategy: Any, devices: int) -> Any:
 
 
 def test_metrics_and_predictions_are_those_of_one_process(on_ranks: RankPool, tmp_path: Any) -> None:
-    step, best, metrics, before, after, outputs = run(str(tmp_path / "one"), "single", 1)
-    for results in on_ranks(2, run, str(tmp_path / "two"), STAGES, 2):
+    step, best, metrics, before, after, outputs = run(str(tmp_path / "one"), 1)
+    for results in on_ranks(2, run, str(tmp_path / "two"), 2):
         assert results[0] == step
         assert results[1] == pytest.approx(best, rel=1e-9)
         for own, expected in zip([results[2], *results[3], *results[4]], [metrics, *before, *after], strict=True):
@@ -107,20 +111,7 @@ def trained(folder: str, num_stages: int, max_steps: int, ckpt_path: str | None 
     """Train until ``max_steps``, save a checkpoint, and return this rank's weights."""
     net = Net()
     roomier.seed_everything(3 if ckpt_path is None else 4)
-    trainer = roomier.Trainer(
-        strategy="single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
-        devices=num_stages,
-        accelerator="cpu",
-        precision="64-true",
-        seeding="events",
-        accumulate_grad_batches=2,
-        max_steps=max_steps,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = trainer_of(folder, num_stages, max_steps=max_steps, enable_checkpointing=False)
     trainer.fit(net, loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(f"{folder}/{num_stages}")
     return {name: each.detach().clone() for name, each in net.named_parameters() if not each.is_meta}
@@ -143,19 +134,7 @@ def test_a_run_resumes_with_another_number_of_stages(
 
 
 def fit_with_error(folder: str) -> None:
-    trainer = roomier.Trainer(
-        strategy=STAGES,
-        devices=2,
-        accelerator="cpu",
-        precision="64-true",
-        accumulate_grad_batches=2,
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = trainer_of(folder, 2, max_epochs=1, enable_checkpointing=False)
     trainer.fit(Net(fails_at=3), loader())
 
 
@@ -171,9 +150,7 @@ class OwnStep(Net):
 
 def error_of(folder: str, kind: type[Net], callbacks: list[Any]) -> str:
     net = kind()
-    trainer = roomier.Trainer(
-        strategy=STAGES, devices=2, accelerator="cpu", max_epochs=1, default_root_dir=folder, callbacks=callbacks
-    )
+    trainer = trainer_of(folder, 2, max_epochs=1, callbacks=callbacks)
     with pytest.raises(RoomierError) as caught:
         trainer.fit(net, loader())
     assert not any(each.is_meta for each in net.parameters())  # the model has kept its weights

@@ -161,6 +161,11 @@ class ParallelPlan(Part):
         return self.context_parallel_size * self.pipeline_parallel_size
 
     @property
+    def schedule_of_stages(self) -> str:
+        """Order of the passes with a ``pipeline_parallel_size``."""
+        return self.schedule or "1f1b"
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of groups of ranks that read different samples."""
         return self.num_ranks // self.num_peers

@@ -115,7 +115,7 @@ def _strategy_rows(plan: PlanParts) -> Iterator[Row]:
         words = f"{parallel.context_parallel_size} ranks per sequence"
         yield Row("context", words, Kind.NEAR, "blocks run on slices; attention exchanges them for heads")
     if parallel.pipeline_parallel_size > 1:
-        words = f"{parallel.pipeline_parallel_size} stages, {parallel.schedule or '1f1b'}"
+        words = f"{parallel.pipeline_parallel_size} stages, {parallel.schedule_of_stages}"
         yield Row("pipeline", words, Kind.NEAR, "each rank holds and computes one stage of the model")
     if parallel.communication != "overlapped":
         yield _row(plan, "communication", "parallel.communication")

@@ -180,6 +180,7 @@ def reduce_gradients(
         parameters: parameters in the same order on every rank.
         ranks: ranks that have these parameters.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
+        divisor: number by which the sums are divided.
 
     Returns:
         True if a gradient was missing on any rank. A gradient that is missing on all ranks remains None.

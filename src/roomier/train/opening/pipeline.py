@@ -113,8 +113,8 @@ def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
     if facts.precision.weight_dtype:
         batch = facts.precision.convert_batch(batch)
     trace = StepTraces(module, facts, settled.plan)("training_step", batch)
-    schedule = parallel.schedule or "1f1b"
-    return find_pipeline(facts.network, facts.blocks, trace, parallel.pipeline_parallel_size, schedule)
+    size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
+    return find_pipeline(facts.network, facts.blocks, trace, size, schedule)
 
 
 def _kind(leaf: Any) -> Hashable:
