@@ -33,6 +33,7 @@ from roomier.core.log import quiet
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
+from roomier.engine.staged import StagedEngine
 from roomier.plan import ParallelPlan, plan_from_flags
 from roomier.run.run import Vote
 from roomier.techniques.activation.copies import Copies, Offload
@@ -311,9 +312,33 @@ def _result_of(name: str, x: Tensor) -> Tensor:
         part = torch.empty(32, device=DEVICE)
         dist.reduce_scatter_tensor(part, x)
         x = part
+    elif name == "recv":
+        if dist.get_rank() == 0:
+            _work(dist.isend(x, 1)).wait()
+        else:
+            dist.recv(x, 0)
     else:
         raise ValueError(name)
     return x
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+def sent_to_the_next_stage() -> list[Any]:
+    """Change a tensor after a stage has sent it."""
+    x = pending() + dist.get_rank()
+    if dist.get_rank() == 0:
+        engine = StagedEngine.__new__(StagedEngine)
+        engine._sends = []
+        engine._send([x], 1)
+        engine._wait_for_sends(0)
+        x.add_(1)
+    else:
+        dist.recv(x, 0)
+    return [x.cpu()]
 
 
 def functional_collective() -> list[Any]:

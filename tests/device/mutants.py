@@ -73,6 +73,7 @@ PROGRAMS: dict[str, Scenario] = {
     "pairwise": Scenario(programs.pairwise_on_the_host, num_ranks=2),
     "timed pairwise": Scenario(programs.timed_pairwise_on_the_host, num_ranks=2),
     "powersgd": Scenario(programs.powersgd_on_the_host, num_ranks=2),
+    "sent stage": Scenario(programs.sent_to_the_next_stage, num_ranks=2),
     "parameters": Scenario(train_offloaded, {"kind": "cpu"}),
     "parameters on disk": Scenario(train_offloaded, {"kind": "disk"}),
     "states": Scenario(updates.offloaded_states),
@@ -174,6 +175,7 @@ DETECTED: dict[str, str] = {
     "roomier.techniques.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
     "roomier.techniques.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
     "roomier.techniques.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
+    "roomier.engine.staged:StagedEngine._wait_for_sends | self._sends.pop(0)[0].wait()": "sent stage",
     "roomier.planner.fake.shapes:_keep_value | tensor.detach().cpu()": "copied values",
     "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
     "roomier.techniques.tiers.buffers:allocate | "

@@ -54,6 +54,7 @@ PROGRAMS: dict[str, Scenario] = {
             "all_gather_single",
             "reduce_scatter_single",
             "all_to_all_single",
+            "recv",
         )
     },
 }
@@ -104,6 +105,7 @@ DETECTED: dict[str, str] = {
     _C10D + "all_gather_single | work.wait()": "all_gather_single",
     _C10D + "reduce_scatter_single | work.wait()": "reduce_scatter_single",
     _C10D + "all_to_all_single | work.wait()": "all_to_all_single",
+    _C10D + "recv | work.wait()": "recv",
 }
 
 _AFTER_COPY_IN = (

@@ -109,13 +109,13 @@ def take_statistics_of_rank_zero(run: Run) -> None:
         return
     network, ranks = run.engine.module, run.ranks
     own = {name: each for name, each in network.named_buffers() if each.is_floating_point()}
-    owners = network.__dict__.get(OWNERS)
-    if owners is None:
-        values: Mapping[str, Tensor] = ranks.from_zero({name: each.cpu() for name, each in own.items()})
-    else:
-        is_first, stage, last = ranks.data.is_zero, ranks.mesh.stage_index, ranks.mesh.stage - 1
-        sent = {name: each.cpu() for name, each in own.items() if is_first and owners.get(name, (last,))[0] == stage}
-        values = ChainMap(*ranks.gather(sent))
+    owners, is_first, mesh = network.__dict__.get(OWNERS), ranks.data.is_zero, ranks.mesh
+
+    def is_sent(name: str) -> bool:
+        return owners is None or (is_first and owners.get(name, (mesh.stage - 1,))[0] == mesh.stage_index)
+
+    sent = {name: each.cpu() for name, each in own.items() if is_sent(name)}
+    values: Mapping[str, Tensor] = ranks.from_zero(sent) if owners is None else ChainMap(*ranks.gather(sent))
     for name, each in own.items():
         each.copy_(values[name])
 
