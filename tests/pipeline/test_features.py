@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import roomier
 from roomier.callbacks import BaseFinetuning, Callback, HistogramMonitor, RichModelSummary, SpikeGuard, Throughput
 from roomier.tuner import lr_find
-from tests.pipeline.test_loop import STAGES, Net, loader
+from tests.pipeline.test_loop import Net, loader, trainer_of
 from tests.ranks.pool import RankPool
 
 
@@ -88,27 +88,12 @@ CASES: dict[str, tuple[type[Net], Callable[[], list[Callback]], dict[str, Any]]]
 }
 
 
-def fit(name: str, strategy: Any, devices: int) -> dict[str, Any]:
+def fit(name: str, num_stages: int) -> dict[str, Any]:
     kind, callbacks, options = CASES[name]
     roomier.seed_everything(3)
     net, folder = kind(), tempfile.mkdtemp()
-    settings: dict[str, Any] = {
-        "logger": False,
-        "accumulate_grad_batches": 2,
-        "max_epochs": 2,
-        "precision": "64-true",
-        "seeding": "events",
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-    }
-    trainer = roomier.Trainer(
-        strategy=strategy,
-        devices=devices,
-        accelerator="cpu",
-        default_root_dir=folder,
-        callbacks=callbacks(),
-        **{**settings, **options},
+    trainer = trainer_of(
+        folder, num_stages, **{"max_epochs": 2, "enable_checkpointing": False, "callbacks": callbacks(), **options}
     )
     result: dict[str, Any] = {}
     if name == "learning rate":
@@ -127,8 +112,8 @@ def fit(name: str, strategy: Any, devices: int) -> dict[str, Any]:
 
 
 def test_features_give_the_results_of_one_process(on_ranks: RankPool) -> None:
-    for name, of_ranks in zip(CASES, on_ranks.each(2, fit, [(name, STAGES, 2) for name in CASES]), strict=True):
-        expected = fit(name, "single", 1)
+    for name, of_ranks in zip(CASES, on_ranks.each(2, fit, [(name, 2) for name in CASES]), strict=True):
+        expected = fit(name, 1)
         histograms = expected.pop("histograms", None)
         assert (histograms is not None) == (name == "histograms")
         assert [found.pop("histograms", None) for found in of_ranks] == [histograms, None]  # rank 0 writes
