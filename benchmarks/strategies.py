@@ -8,6 +8,12 @@ of a step are also measured without computation, on buffers with the sizes of th
 ``--context N`` also measures zero2 with N ranks that share each sequence. All strategies compute the same tokens per
 step, so a group of N ranks computes N times as many sequences as one rank of the other strategies. For example:
 ``python -m benchmarks strategies --context 2 --model gpt-mini-bytes --seq-len 1024 --batch-size 1 --strategies zero2``.
+
+``--stages N`` also measures a pipeline of N stages. A group of N ranks computes N times as many micro-batches as one
+rank of the other strategies, so the number of tokens per step is also equal. The row contains the time in which each
+stage computes, without the time in which it waits for another stage. For example:
+``python -m benchmarks strategies --stages 2 --micro-batches 4 --model gpt2 --seq-len 256 --batch-size 1 --strategies
+ddp --precision 32-true``.
 """
 
 from __future__ import annotations
@@ -17,8 +23,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +125,8 @@ PEER = "torch_ddp"
 STRATEGIES = (PEER, "single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 SHARED = "zero2+context"
 """zero2 with groups of ranks that share each sequence."""
+STAGED = "ddp+stages"
+"""Pipeline whose remaining ranks are data-parallel."""
 _BYTES = "gpt-mini-bytes"
 MODELS = ("mingpt", _BYTES, *SIZES)
 _NUM_COPIES = 2  # replicas of the model with hsdp
@@ -137,6 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=at_least(1), default=1, help=f"ranks that share each sequence in a row {SHARED} (1: no row)"
     )
+    parser.add_argument("--stages", type=at_least(1), default=1, help=f"stages in a row {STAGED} (1: no row)")
+    parser.add_argument(
+        "--micro-batches", type=at_least(1), default=1, help="batches of a rank that a step accumulates (%(default)s)"
+    )
     parser.add_argument("--strategies", default="", help=f"names separated by commas (all): {','.join(STRATEGIES)}")
 
 
@@ -144,11 +156,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return all values: peak bytes on the rank with the largest peak, and seconds per step."""
     facts = circumstances()
     known("--model", options.model, MODELS)
-    names = ("model", "ranks", "accelerator", "precision", "batch_size", "seq_len", "steps", "repeats", "context")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "strategies")}
     settings["strategies"] = possible_strategies(options.strategies, options.ranks)
     if options.context > 1:
         settings["strategies"].append(SHARED)
+    if options.stages > 1:
+        settings["strategies"].append(STAGED)
     return {"case": "strategies", **settings, **compare(settings), **facts}
 
 
@@ -170,17 +183,22 @@ def config_of(settings: Mapping[str, Any]) -> GPTConfig:
 
 def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
     """Return the plan of a strategy. The plan of :data:`PEER` is the plan of ``ddp``."""
-    strategy = {PEER: "ddp", SHARED: "zero2"}.get(name, name)
+    strategy = {PEER: "ddp", STAGED: "ddp", SHARED: "zero2"}.get(name, name)
     parallel: dict[str, Any] = {"strategy": strategy, "accelerator": settings["accelerator"]}
     if name == "hsdp":
         parallel["shard_size"] = settings["ranks"] // _NUM_COPIES
     if name == SHARED:
         parallel["context_parallel_size"] = settings["context"]
+    if name == STAGED:
+        parallel["pipeline_parallel_size"] = settings["stages"]
     return Plan.from_dict(
         {
             "parallel": {**parallel, "devices": settings["ranks"]},
             "precision": {"mode": settings["precision"]},
-            "batch": {"seeding": "events" if name == SHARED else "stream"},
+            "batch": {
+                "seeding": "events" if name in (SHARED, STAGED) else "stream",
+                "accumulate_grad_batches": settings.get("micro_batches", 1) * parallel.get("pipeline_parallel_size", 1),
+            },
             "optimizer": {"name": "adamw"},
         }
     )
@@ -220,7 +238,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
             row["strategy"],
             format_bytes(row["model_state_bytes"]),
             f"{row['model_state_bytes'] / peer['model_state_bytes']:.2f}",
-            format_bytes(row["formula_bytes"]),
+            format_bytes(row["formula_bytes"]) if row["formula_bytes"] else "",
             format_bytes(row["peak_bytes"]),
             f"{row['step_s'] * 1e3:.0f} ms",
             f"{row['ratio_to_torch_ddp']:.2f}",
@@ -235,13 +253,13 @@ _WARMUP_STEPS = 3
 class PlainLoop:
     """The training step from the PyTorch tutorials, with DDP, autocast and a fused optimizer."""
 
-    def __init__(self, config: GPTConfig, plan: Plan, batch: Batch) -> None:
+    def __init__(self, config: GPTConfig, plan: Plan, batches: Sequence[Batch]) -> None:
         device = resolve_device(plan.parallel.accelerator)
         precision = precision_of(plan.precision.mode, device)
         network = precision.convert_module(GPT(config)).to(device)
         self.network = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self._device = device
-        self._batch = batch
+        self._batches = batches
         weights = list(self.network.parameters())
         groups = [
             {"params": [each for each in weights if each.dim() >= 2], "weight_decay": 0.01},
@@ -252,16 +270,20 @@ class PlainLoop:
 
     def step(self, enter: Callable[[str], None] = ignore) -> Tensor:
         """Run one step, call ``enter`` at the start of each phase, and return the loss."""
-        enter("forward")
-        batch = to_device(self._batch, self._device)
         self.optimizer.zero_grad()
-        with self._context():
-            loss: Tensor = self.network(*batch)[1]
-        enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        total = torch.zeros((), device=self._device)
+        for each in self._batches:
+            with nullcontext() if each is self._batches[-1] else self.network.no_sync():
+                enter("forward")
+                batch = to_device(each, self._device)
+                with self._context():
+                    loss: Tensor = self.network(*batch)[1] / len(self._batches)
+                enter("backward")
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         enter("update")
         self.optimizer.step()
-        return loss.detach()
+        return total
 
     def tracked(self) -> AbstractContextManager[MemoryTracker]:
         """Track the memory of the steps in this context."""
@@ -292,17 +314,33 @@ class Strategy:
         self._device = device
         self._keeps = keeps
         self._loop: Loop | None = None
-        num_peers, shape = self._plan.parallel.num_peers, (settings["batch_size"], settings["seq_len"] + 1)
-        first = ranks.world.rank // num_peers * num_peers
-        generators = [torch.Generator().manual_seed(rank) for rank in range(first, first + num_peers)]
-        tokens = torch.cat([torch.randint(self._config.vocab_size, shape, generator=each) for each in generators])
-        self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        self._waited_s = 0.0
+        self.passes_s: list[float] = []
+        self.busy_s: list[float] = []
+        mesh = self._plan.parallel.mesh_on(ranks.world)
+        shape = (settings.get("micro_batches", 1), settings["batch_size"], settings["seq_len"] + 1)
+        first = mesh.data.rank * mesh.num_peers
+        drawn = [
+            torch.randint(self._config.vocab_size, shape, generator=torch.Generator().manual_seed(rank))
+            for rank in range(first, first + mesh.num_peers)
+        ]
+        tokens = torch.cat(drawn, dim=0 if name == STAGED else 1)
+        self._batches = [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
 
     def formula(self, rank: int = 0) -> ModelStates:
         """Return the size of the model states of ``rank``, computed with a formula."""
         with torch.device("meta"):
             network = GPT(self._config)
         return predict(network, self._plan, rank=rank)
+
+    def slots(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the time of a micro-batch on the slowest stage, and the number of such times that a step takes at
+        least."""
+        num_slots = len(self._batches) + settings["stages"] - 1
+        busy_s = max(self._ranks.gather(statistics.median(self.busy_s)))
+        slot_s = busy_s / len(self._batches)
+        passes_s = max(self._ranks.gather(statistics.median(self.passes_s)))
+        return {"slot_s": slot_s, "num_slots": num_slots, "ratio_to_slots": passes_s / (num_slots * slot_s)}
 
     def measure_memory(self) -> dict[str, Any]:
         """Return the memory of a step in bytes. The values are from the rank with the largest model states, except
@@ -323,7 +361,7 @@ class Strategy:
             "model_states": {kind.value: states.num_bytes[kind] for kind in MODEL_STATES},
             "peak": {kind.value: whole.num_bytes[kind] for kind in Kind},
             "between_steps_bytes": rest.total(MODEL_STATES),
-            "formula_bytes": self.formula(self._ranks.world.rank).peak.total(),
+            "formula_bytes": None if self.name == STAGED else self.formula(self._ranks.world.rank).peak.total(),
         }
         by_rank = self._ranks.gather(found)
         worst = max(by_rank, key=lambda each: each["model_state_bytes"])
@@ -338,10 +376,13 @@ class Strategy:
             loss = torch.tensor(0.0)
             synchronize(self._device)
             for _ in range(num_steps):
-                start = time.perf_counter()
-                loss = loop.step()
+                starts: dict[str, float] = {}
+                self._waited_s, start = 0.0, time.perf_counter()
+                loss = loop.step(lambda phase, at=starts: at.update({phase: time.perf_counter()}))  # type: ignore[misc]
                 synchronize(self._device)
                 durations.append(time.perf_counter() - start)
+                self.passes_s.append(starts["update"] - start)
+                self.busy_s.append(self.passes_s[-1] - self._waited_s)
         self.step_s.append(max(self._ranks.gather(statistics.median(durations))))
         self.loss = statistics.mean(self._ranks.gather(float(loss)))
 
@@ -353,21 +394,35 @@ class Strategy:
             release_cached(self._device)
             torch.manual_seed(0)
             loop = (
-                PlainLoop(self._config, self._plan, self._batch)
+                PlainLoop(self._config, self._plan, self._batches)
                 if self.name == PEER
-                else Steps(self._plan, Trained(GPT(self._config)), [self._batch], self._ranks)
+                else Steps(self._plan, Trained(GPT(self._config)), self._batches, self._ranks)
             )
+            if self.name == STAGED:
+                assert isinstance(loop, Steps)
+                for name in ("_receive", "_wait_for_sends"):
+                    setattr(loop.engine, name, self._timed(getattr(loop.engine, name)))
             for _ in range(_WARMUP_STEPS):
                 loop.step()
         self._loop = loop if keeps else None
         yield loop
         gc.collect()  # so that no strategy spends time on the garbage collection of the previous strategy
 
+    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = wait(*args)
+            self._waited_s += time.perf_counter() - start
+            return result
+
+        return run
+
 
 def run(settings: dict[str, Any], ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Measure memory, time and collectives of all strategies."""
     device = resolve_device(settings["accelerator"])
     names: list[str] = settings["strategies"]
+    # The full model is an upper bound for one stage.
     num_bytes = sum(Strategy(name, settings, ranks, device, keeps=False).formula().peak.total() for name in names)
     memory_info = free_and_total_bytes(device)
     if memory_info is None:  # the ranks share the memory of the host
@@ -386,6 +441,7 @@ def run(settings: dict[str, Any], ranks: Ranks, folder: Path) -> dict[str, Any]:
         for each in reversed(strategies) if index % 2 else strategies:
             each.time_turn(settings["steps"])
         collectives.append(time_collectives(units, device))
+    slots = {each.name: each.slots(settings) for each in strategies if each.name == STAGED}
     base = statistics.median(strategies[0].step_s)
     return {
         "num_parameters": sum(each.numel() for each in network.parameters()),
@@ -398,6 +454,7 @@ def run(settings: dict[str, Any], ranks: Ranks, folder: Path) -> dict[str, Any]:
                 "ratio_to_torch_ddp": statistics.median(each.step_s) / base,
                 "loss": each.loss,
                 **memory[each.name],
+                **slots.get(each.name, {}),
             }
             for each in strategies
         ],

@@ -16,9 +16,12 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import facts_of
 from roomier.engine.optimizers import configure
+from roomier.engine.staged import StagedEngine
 from roomier.plan import Plan
 from roomier.planner.context import find_context_region
 from roomier.planner.memory.tracker import MemoryTracker, tracking
+from roomier.techniques.pipeline.pipeline import find_pipeline
+from roomier.train.opening.pipeline import StepTraces
 
 
 class Trained(Module):
@@ -42,22 +45,26 @@ def ignore(phase: str) -> None:
 
 
 def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None, batch: Any = None) -> EagerEngine:
-    """Return the engine of ``plan`` for ``module``, without messages. A plan with a context size requires ``batch``."""
+    """Return the engine of ``plan`` for ``module``, without messages. A plan with a context size or with stages
+    requires ``batch``."""
     with quiet():
-        ranks = ranks or Ranks()
-        facts = None
-        if plan.parallel.context_parallel_size > 1:
-            ranks = ranks.arranged(plan.parallel.mesh_on(ranks.world))
+        ranks, parallel = ranks or Ranks(), plan.parallel
+        if parallel.num_peers > 1:
+            ranks = ranks.arranged(parallel.mesh_on(ranks.world))
+        facts = facts_of(plan, module, ranks)
+        if parallel.context_parallel_size > 1:
             region, _ = find_context_region(module, batch, plan)
-            facts = replace(facts_of(plan, module, ranks), region=region)
+            facts = replace(facts, region=region)
+        if parallel.pipeline_parallel_size > 1:
+            trace = StepTraces(module, facts, plan)("training_step", batch)
+            size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
+            facts = replace(facts, pipeline=find_pipeline(facts.network, facts.blocks, trace, size, schedule))
+        kind = StagedEngine if facts.pipeline is not None else EagerEngine
         engine, _ = build(
-            plan,
-            module,
-            lambda blocks: configure(plan, module, lambda: 1000.0, blocks),
-            EagerEngine,
-            ranks,
-            facts=facts,
+            plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), kind, ranks, facts=facts
         )
+        if isinstance(engine, StagedEngine):
+            engine.trace_of = StepTraces(module, facts, plan)
     return engine
 
 

@@ -20,12 +20,19 @@ pytestmark = pytest.mark.more
 @pytest.fixture(scope="module")
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     words = ["--model", "gpt-micro", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
-    words += ["--strategies", "zero3, zero2, ddp", "--context", "2"]
+    words += ["--strategies", "zero3, zero2, ddp", "--context", "2", "--stages", "2"]
     return bench("strategies", "--json", "--ranks", "2", *words)
 
 
 def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
-    assert [row["strategy"] for row in result["rows"]] == ["torch_ddp", "ddp", "zero2", "zero3", "zero2+context"]
+    assert [row["strategy"] for row in result["rows"]] == [
+        "torch_ddp",
+        "ddp",
+        "zero2",
+        "zero3",
+        "zero2+context",
+        "ddp+stages",
+    ]
     for row in result["rows"]:
         assert row["ranks"] == 2
         assert row["peak_bytes"] > row["model_state_bytes"] >= row["between_steps_bytes"] > 0
@@ -37,8 +44,11 @@ def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
 
 
 def test_rows_contain_formula_and_measurement(result: dict[str, Any]) -> None:
-    for row in result["rows"]:
+    *rows, staged = result["rows"]
+    for row in rows:
         assert row["model_state_bytes"] == pytest.approx(row["formula_bytes"], rel=0.03), row["strategy"]
+    assert staged["num_slots"] == 3
+    assert 0 < staged["slot_s"] < staged["step_s"] / 2
 
 
 def test_strategies_hold_less_than_ddp(result: dict[str, Any]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import benchmarks.gpu.copies as copies_part
 import benchmarks.gpu.mfu as mfu_part
@@ -23,6 +23,7 @@ import roomier.techniques.activation.profile
 from benchmarks.lever_worker import Measurement
 from benchmarks.seed.case import StepTimes
 from benchmarks.strategies import Strategy
+from benchmarks.training import ignore
 from roomier.callbacks.throughput import Throughput
 from roomier.core.device import capability
 from roomier.core.device.streams import synchronize, timed_event
@@ -91,12 +92,16 @@ def measured_lever() -> list[Any]:
 
 
 def measured_strategy() -> list[Any]:
+    def step(enter: Callable[[str], None] = ignore) -> Tensor:
+        enter("update")
+        return torch.tensor(0.0)
+
     @contextmanager
     def running(keeps: bool) -> Iterator[Any]:
-        yield SimpleNamespace(step=lambda *_: torch.tensor(0.0))
+        yield SimpleNamespace(step=step)
 
     holder = SimpleNamespace(
-        _running=running, _keeps=False, _batch=None, _device=device(), step_s=[], _ranks=Ranks(), loss=0.0
+        _running=running, _keeps=False, _device=device(), step_s=[], passes_s=[], busy_s=[], _ranks=Ranks(), loss=0.0
     )
     Strategy.time_turn(holder, 2)  # type: ignore[arg-type]
     return []

@@ -24,6 +24,7 @@ from roomier.callbacks.weight_averaging import WeightAveraging
 from roomier.checkpoint.export import adapter, compared, onnx
 from roomier.checkpoint.tensor_file import bytes_of
 from roomier.core.device import rng
+from roomier.core.mesh import Mesh
 from roomier.core.ranks import Ranks
 from roomier.core.wire import encode
 from roomier.launch import pickled
@@ -76,7 +77,7 @@ def figures_of_the_spike_guard() -> list[Any]:
 class _OfTwo:
     """``Ranks`` with two ranks, of which only rank 0 exists. Values are encoded as for real ranks."""
 
-    is_alone = False
+    is_alone, data, mesh = False, Ranks(), Mesh()
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -101,7 +102,7 @@ def shared_buffers_of_averages() -> list[Any]:
 
 def shared_buffers_of_evaluation() -> list[Any]:
     ranks = _OfTwo()
-    module = SimpleNamespace(buffers=lambda: [pending()])
+    module = SimpleNamespace(named_buffers=lambda: [("statistic", pending())])
     evaluate.take_statistics_of_rank_zero(SimpleNamespace(ranks=ranks, engine=SimpleNamespace(module=module)))
     return [*ranks.sent]
 
