@@ -51,6 +51,7 @@ ALLOWED = {
     ("planner/hardware/measuring.py", "result.read_text"): NEW,
     ("planner/hardware/rank_worker.py", "Path(settings['result']).write_text"): NEW,
     ("techniques/parallel/pages.py", "page.open"): "opens a page of a parameter, not a file",
+    ("techniques/parallel/pages.py", "self.open"): "opens a page of a parameter, not a file",
     ("prepared/accelerator.py", "torch.save"): OF_USER,
     ("sweeps.py", "aside.write_bytes"): NEW,
     ("techniques/tiers/buffers.py", "mmap.mmap"): "anonymous memory",

@@ -57,7 +57,11 @@ def build(
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds adapters, which ``weights`` does not contain
     # Before all other techniques, so that no rank holds the full weights of a model that is sharded later.
-    taken = None if facts.is_staged else take_weights(network, plan, ranks, given=given)
+    taken = (
+        None
+        if facts.is_staged
+        else take_weights(network, plan, ranks, given=given, in_stages=facts.pipeline is not None)
+    )
     precision.convert_module(network)  # all later techniques depend on the dtype of the weights
     leaves = plan.offload.parameters != "none" and not torch_fake.makes_fake_tensors()
     parameters: OffloadedParameters | None = None
@@ -69,14 +73,14 @@ def build(
             facts.is_staged or torch_fake.makes_fake_tensors()
         ):  # fake tensors are on the device, and ``to`` cannot swap them
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
-    elif not shards_parameters(plan, ranks):
+    elif not (facts.pipeline is not None or shards_parameters(plan, ranks)):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
     num_shares = plan.parallel.num_peers // plan.parallel.pipeline_parallel_size
     shares = EqualShares(num_shares) if num_shares > 1 else None  # these peers compute the same loss
     levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these ``forward`` methods
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
-        parallel = divide(plan, facts)  # replaces the parameters that it shards
+        parallel = divide(plan, facts, taken)  # replaces the parameters that it shards
         if taken is not None and parallel.runner is not None and shards_parameters(plan, ranks):
             taken.restore(parallel.runner, network, device)  # each rank allocates only its shards
         if weights is not None:

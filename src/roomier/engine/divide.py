@@ -15,7 +15,7 @@ from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
 from roomier.core.host_memory import retain_freed_blocks
 from roomier.engine.facts import OWNERS, Facts
-from roomier.engine.materialise import on_meta, replace_parameters, shards_parameters
+from roomier.engine.materialise import TakenWeights, on_meta, replace_parameters, shards_parameters
 from roomier.plan import Plan
 from roomier.plan.choices import averages_itself
 from roomier.plan.parts import ParallelPlan
@@ -33,8 +33,13 @@ def is_sharded(network: nn.Module) -> bool:
     return _SHARDS in network.__dict__
 
 
-def divide(plan: Plan, facts: Facts) -> Parallel:
+def divide(plan: Plan, facts: Facts, taken: TakenWeights | None = None) -> Parallel:
     """Distribute the network across the ranks, in place.
+
+    Args:
+        plan: plan of the run.
+        facts: properties of the network.
+        taken: weights that were moved out of the network. A pipeline restores them.
 
     Raises:
         RoomierError: the strategy does not support the network.
@@ -49,7 +54,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if (pipeline := facts.pipeline) is not None:
-        return _stages(facts, pipeline, wanted)
+        return _stages(facts, pipeline, wanted, taken)
     if averages_itself(plan.optimizer.name):
         from roomier.techniques.parallel.replicate import OwnGradients  # late import: unused by one process
 
@@ -100,7 +105,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     return shards
 
 
-def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan) -> Parallel:
+def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan, taken: TakenWeights | None) -> Parallel:
     from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
     from roomier.techniques.parallel.stages import Stages  # late import: as above
 
@@ -110,6 +115,9 @@ def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan) -> Parallel:
         owners = network.__dict__[OWNERS] = pipeline.owners(network, facts.blocks)
         absent = {each for name, each in network.named_parameters() if stage not in owners[name]}
         replace_parameters(network, lambda each: on_meta(each) if each in absent else each)
+        if taken is not None:
+            taken.move_to_stages(owners, stage)
+            taken.restore(network, network, facts.device)
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     return Stages(network, facts.ranks, network.__dict__[OWNERS], wire_dtype)
 

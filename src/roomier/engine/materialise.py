@@ -14,7 +14,8 @@ keeps all initialization.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -121,6 +122,24 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
             first_values()
 
 
+def initialise_buffers(network: nn.Module) -> None:
+    """Allocate and initialize the buffers that are on the meta device, without writing to parameters."""
+    buffers = {name for name, each in network.named_buffers(remove_duplicate=False) if each.is_meta}
+    if not buffers:
+        return
+    pages, replaced = Pages(Cut(), discards=True), dict[nn.Parameter, nn.Parameter]()
+
+    def paged(parameter: nn.Parameter) -> nn.Parameter:
+        made = pages.page_of(parameter)
+        replaced[made] = parameter
+        return made
+
+    replace_parameters(network, paged)
+    empty_buffers(network)
+    initialise(network, {*buffers, *(name for name, _ in network.named_parameters(remove_duplicate=False))})
+    replace_parameters(network, replaced.__getitem__)
+
+
 def report_lost_initialization(network: nn.Module, meta_tensors: set[str]) -> None:
     """Print a notice if a constructor may have initialized the parameters of its module on the meta device, because
     this initialization is lost.
@@ -212,23 +231,23 @@ def _first_lost(module: nn.Module, name: str, meta_tensors: set[str], *, is_conf
 
 
 @contextmanager
-def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> Iterator[None]:
+def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False, in_stages: bool = False) -> Iterator[None]:
     """Keep only this rank's shard of each parameter that is created inside this context, if the strategy of ``plan``
-    shards parameters.
+    shards parameters, or if ``in_stages``.
 
     The values are bit-identical to the values in a single process that starts from the random state of rank 0,
     regardless of the code that initializes the parameters.
 
     Args:
         has_weights: whether a file provides all values. If True, no values are sampled.
+        in_stages: whether the parameters will be moved to the stages of a pipeline.
     """
     if ranks.is_alone:
         yield
         return
-    in_parts = shards_parameters(plan, ranks)
     paging: AbstractContextManager[object] = nullcontext()
-    if in_parts:
-        paging = paged_parameters(_shard_of(plan, ranks), discards=has_weights)
+    if in_stages or shards_parameters(plan, ranks):
+        paging = paged_parameters(_cut_of(plan, ranks, in_stages), discards=has_weights)
     with same_random_numbers(ranks), paging:
         yield
 
@@ -261,8 +280,30 @@ class TakenWeights:
         return values
 
     @torch.no_grad()
+    def move_to_stages(self, owners: Mapping[str, tuple[int, ...]], stage: int) -> None:
+        """Replace the shards of the weights that ``stage`` stores with full tensors, and delete all other shards. Every
+        rank must call this method.
+
+        Args:
+            owners: for each parameter, the numbers of the stages that store it.
+            stage: number of this rank's stage.
+        """
+        counts: Counter[tuple[int, ...]] = Counter()
+
+        def turn(name: str) -> int:
+            counts[owners[name]] += 1
+            return counts[owners[name]]
+
+        # The stages take turns, so the memory of each rank hardly grows: it frees shards of all stages.
+        for name in sorted(self._pages, key=turn):
+            self._pages[name].gather(is_kept=stage in owners[name])
+            if stage not in owners[name]:
+                del self._pages[name]
+
+    @torch.no_grad()
     def restore(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Allocate this rank's shards of ``network`` on ``device`` and copy the values into them.
+        """Allocate this rank's shards of ``network`` on ``device`` and copy the values into them. The weights of other
+        stages of a pipeline remain on the meta device.
 
         Args:
             root: the module that wraps ``network``, or ``network`` itself.
@@ -273,7 +314,9 @@ class TakenWeights:
 
         def real(tensor: Tensor) -> Tensor:
             page = pages.pop(id(tensor), None)  # one by one, so that only one weight exists on two devices at a time
-            return tensor.to(device) if page is None else self._real(tensor, page, device)
+            if page is not None:
+                return self._real(tensor, page, device)
+            return tensor if tensor.is_meta else tensor.to(device)
 
         def whole(parameter: nn.Parameter) -> nn.Parameter:
             is_whole = parameter.is_meta and type(parameter) is nn.Parameter
@@ -294,13 +337,16 @@ class TakenWeights:
         return with_local_part(tensor, part.to(device, tensor.dtype, copy=isinstance(page, StoredPage)))
 
 
-def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
+def take_weights(
+    network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None, in_stages: bool = False
+) -> TakenWeights | None:
     """Replace the parameters of ``network`` with parameters on the meta device.
 
     Tensors that are already on the meta device are initialized first; see [Note: initial values of a meta model].
 
     Args:
         given: names of the tensors that will be read from a file, including all parameters; None if no file is read.
+        in_stages: whether the weights will be moved to the stages of a pipeline.
 
     Returns:
         The weights; None if no tensor is on the meta device or sharded, in which case ``network`` is not changed.
@@ -313,7 +359,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     meta_tensors |= {name for name, each in network.named_buffers(remove_duplicate=False) if each.is_meta}
     if not meta_tensors and not any(isinstance(each, PagedTensor) for _, each in parameters):
         return None
-    cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
+    cut = _cut_of(plan, ranks, in_stages)
     stores = plan.offload.parameters == "disk" and cut.num_parts == 1 and not torch_fake.makes_fake_tensors()
     scratch = Scratch(plan.offload.folder) if stores else None  # keeps at most one parameter in host memory
     pages = Pages(cut, discards=given is not None, scratch=scratch)
@@ -359,9 +405,11 @@ def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
     return not ranks.is_alone and not is_whole
 
 
-def _shard_of(plan: Plan, ranks: Ranks) -> Cut:
+def _cut_of(plan: Plan, ranks: Ranks, in_stages: bool) -> Cut:
+    if in_stages:  # the stages are not known while the values are sampled, so each rank stores an equal part
+        return Cut(ranks.world.size, ranks.world.rank)
     shards = plan.parallel.mesh_on(ranks.world).shards
-    return Cut(shards.size, shards.rank)
+    return Cut(shards.size, shards.rank) if shards_parameters(plan, ranks) else Cut()
 
 
 def replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:

@@ -137,6 +137,17 @@ class Page:
         self._whole = None
         return True
 
+    def gather(self, *, is_kept: bool) -> None:
+        """Replace the shard of this rank with the full tensor, or delete it. Every rank must call this method."""
+        whole = None if self.discards else self.open(is_overwritten=False)
+        self.part = self._whole = None
+        if is_kept and whole is not None:
+            self.part = whole.clone()  # without the padding
+        self.cut = Cut()
+        del whole
+        if self.num_bytes >= _LARGE_BYTES:
+            give_back_freed()
+
     def stored(self) -> Tensor | None:
         """Return the rows of this rank; None before the first write."""
         return self.part

@@ -73,8 +73,10 @@ def build_eager(
 
 
 def make_model(settled: Settled, module: Module) -> None:
-    """Call ``configure_model``. If the plan shards the model, each rank allocates memory only for its shard."""
-    with built_in_parts(settled.plan, settled.ranks, has_weights=settled.start.weights.file is not None):
+    """Call ``configure_model``. If the plan divides the model, each rank allocates memory only for its shard."""
+    in_stages = settled.request.is_fit and settled.plan.parallel.pipeline_parallel_size > 1
+    has_weights = settled.start.weights.file is not None
+    with built_in_parts(settled.plan, settled.ranks, has_weights=has_weights, in_stages=in_stages):
         module.configure_model()
 
 

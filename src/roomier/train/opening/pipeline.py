@@ -16,6 +16,7 @@ from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.tree import leaves
 from roomier.engine.facts import Facts, check_module
+from roomier.engine.materialise import initialise_buffers
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import copied_module
 from roomier.run.settled import Settled
@@ -65,6 +66,7 @@ class StepTraces:
             if hasattr(vars(copied).get(name), "__wrapped__"):  # a profiler, which measures the original module
                 del vars(copied)[name]
             network = network_of(copied)
+            initialise_buffers(network)  # glue reads their values
             units = find_units(network, [network.get_submodule(each) for each in self._blocks])
             step, given = step_of(copied, name), copy.deepcopy(batch)
             return trace_step(network, units, lambda: step(given, 0))
@@ -96,7 +98,7 @@ def _check_supported(settled: Settled, module: Module) -> None:
         RoomierError: a hook or a callback is not supported.
     """
     problem = "is not supported with stages, of which each rank has only one"
-    for name in ("backward", "optimizer_step", "configure_model"):
+    for name in ("backward", "optimizer_step"):
         if overrides(module, name, Module):
             action = f"Remove {name}, or use pipeline_parallel_size=1"
             raise RoomierError(name, type(module).__name__, problem, action)
