@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from roomier.api.blocks import find_blocks
+from roomier.api.blocks import find_blocks, open_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.techniques.parallel.shard import parts_of, root_parameters_of, units_of
@@ -56,6 +56,21 @@ def test_layer_at_two_places_is_one_block() -> None:
 def test_layers_of_a_dict_are_blocks() -> None:
     model = nn.ModuleDict({"a": Layer(), "b": Layer()})
     assert find_blocks(model) == [model["a"], model["b"]]
+
+
+class Composite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+
+def test_only_blocks_that_consist_of_blocks_are_opened() -> None:
+    model = Deep()
+    assert open_blocks(find_blocks(model)) == list(model.stages)  # the inner layers have one level of modules
+    stages = [nn.Sequential(Composite(), Composite(), nn.Linear(4, 4)) for _ in range(2)]
+    assert open_blocks(stages) == [each for stage in stages for each in [*stage][:2]]
+    lists = [nn.ModuleList([Layer(), nn.Linear(4, 4)]) for _ in range(2)]  # never called
+    assert open_blocks(lists) == [each for members in lists for each in members]
 
 
 class Declares(Deep):

@@ -56,8 +56,9 @@ class Glue(nn.Module):
 
     def _called(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         if self.kind.endswith("reentrant"):
+            called = (lambda h: layer(layer(h))) if self.kind.startswith("twice") else layer
             is_reentrant = self.kind == "reentrant"
-            checkpointed: Tensor = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=is_reentrant)
+            checkpointed: Tensor = torch.utils.checkpoint.checkpoint(called, hidden, use_reentrant=is_reentrant)
             return checkpointed
         if self.kind == "twice":
             return layer(layer(hidden))
@@ -94,6 +95,7 @@ GLUE = [
     "weight",
     "nonreentrant",
     "twice",
+    "twice nonreentrant",
     "caught",
     "in place",
     "parameter",
@@ -161,6 +163,19 @@ def qwen() -> nn.Module:
     return hugging_face("Qwen3ForCausalLM", config="Qwen3Config", **options)
 
 
+def albert() -> nn.Module:
+    sizes = {"embedding_size": 8, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return hugging_face("AlbertForMaskedLM", config="AlbertConfig", **sizes)
+
+
+def swin() -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4, "num_labels": 3}
+    config = transformers.SwinConfig(depths=[2, 2, 2], num_heads=[2, 2, 2], hidden_dropout_prob=0.1, **sizes)
+    return transformers.SwinForImageClassification(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "mixtral router": router,
@@ -169,6 +184,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "opt": opt,
     "bert": bert,
     "qwen3": qwen,
+    "albert": albert,
 }
 
 

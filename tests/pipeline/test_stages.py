@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from roomier.api.blocks import find_blocks
 from roomier.core.errors import TrainingError
 from roomier.techniques.pipeline import trace as tracing
+from roomier.techniques.pipeline.pipeline import find_pipeline
 from tests.context.networks import tokens
 from tests.pipeline.emulated import check_stages, run_stages, traced
-from tests.pipeline.networks import GLUE, MODELS, Escaping, Glue, loss_of
+from tests.pipeline.networks import GLUE, MODELS, Escaping, Glue, loss_of, swin
 
 
 def features(num_batches: int = 3, num_rows: int = 5) -> list[torch.Tensor]:
@@ -27,7 +29,7 @@ def glue(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", GLUE)
 def test_code_between_blocks_reads_what_it_reads_on_one_device(kind: str) -> None:
     network = glue(kind)
-    check_stages(network, loss_of, features(), 3)
+    check_stages(network, loss_of, features(), 4)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,16 @@ def test_models_train_on_stages_without_changes(name: str) -> None:
     batches = [tokens(2, 11, seed) for seed in range(2)]
     for num_stages in (2, 4):
         check_stages(network, loss_of, batches, num_stages)
+
+
+def test_stages_begin_within_blocks_that_consist_of_blocks() -> None:
+    torch.manual_seed(0)
+    network = swin().double().train()
+    images = {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64), "labels": torch.tensor([0, 2])}
+    trace = traced(network, loss_of, images)
+    starts = find_pipeline(network, find_blocks(network), trace, 4, "gpipe").starts
+    assert any("blocks.1" in name for name, _ in starts)
+    check_stages(network, loss_of, [images], 4)
 
 
 def test_a_boundary_carries_only_values_that_later_stages_read() -> None:

@@ -7,7 +7,7 @@ blocks. Hugging Face models declare their blocks in ``_no_split_modules``. In ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -38,6 +38,25 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     else:
         found = [each for container in network.modules() for each in _repeated_in(container)]
     return _outermost(network, found)
+
+
+def open_blocks(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return ``blocks``, but the inner blocks in place of a block that consists of blocks, such as a stage of Swin.
+
+    Inner blocks contain several levels of modules, which excludes the experts of a mixture.
+    """
+    opened: list[nn.Module] = []
+    for block in blocks:
+        members = [each for container in (block, *block.children()) for each in _repeated_in(container)]
+        inner = [each for each in members if any(map(_has_parameters, _grandchildren(each)))]
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):  # never called
+            inner = [each for each in block.children() if _has_parameters(each)]
+        opened += open_blocks(inner) if inner else [block]
+    return opened
+
+
+def _grandchildren(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for child in module.children() for each in child.children())
 
 
 def _declared(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roomier.api.blocks import open_blocks
 from roomier.core.device.events import install_events
 from roomier.core.log import notice
 from roomier.core.mesh import CONTEXT
@@ -136,7 +137,8 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
         if plan.loss.chunked:
             levers.output_layer = apply_chunked_loss(network, blocks, plan.loss.chunk_tokens, peers)
             levers.forward_context.watches.append(LossWatch(levers.output_layer))
-        levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, facts.ranks)
+        recomputed = blocks if facts.pipeline is None else open_blocks(blocks)  # a stage can begin within a block
+        levers.recompute = apply_recompute(recomputed, plan.activation, plan.offload, device, facts.ranks)
         if plan.compile.enabled:
             compile_blocks(blocks, device, plan.compile)  # outside recomputation, which is also traced
             levers.recompute.move_compiled()  # outside the compiler, which cannot trace the transfers
@@ -146,7 +148,8 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
         if facts.pipeline is not None:
             levers.stage = PipelineStage(network, find_units(network, blocks), device)  # skips all of the above
         if plan.batch.seeding == "events":
-            sliced = [network.get_submodule(each.name) for each in region.blocks] if region is not None else []
+            blocks_on_slices = [] if region is None else [network.get_submodule(each.name) for each in region.blocks]
+            sliced = {part for each in blocks_on_slices for part in each.modules()}
             # Outermost, because its seeds are set outside of compiled code, and skipped units draw the same numbers.
             install_events(find_units(network, blocks).values(), sliced)
     except BaseException:

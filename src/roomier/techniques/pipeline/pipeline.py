@@ -8,6 +8,7 @@ from itertools import accumulate, chain, pairwise
 
 from torch import nn
 
+from roomier.api.blocks import open_blocks
 from roomier.core.errors import PlanError
 from roomier.techniques.pipeline.stage import StagePlan
 from roomier.techniques.pipeline.trace import Trace
@@ -79,10 +80,11 @@ def find_pipeline(
     """
     units = find_units(network, blocks)
     names = [event.unit for event in trace.events]
-    of_blocks = {name for name, each in units.items() if each in {*blocks}}
-    begins = [number for number, name in enumerate(names) if number and name in of_blocks]
+    opened = {*open_blocks(blocks)}
+    separate = [number for number in range(1, len(names)) if number not in trace.joined]
+    begins = [number for number in separate if units[names[number]] in opened]
     if len(begins) < num_stages - 1:
-        begins = [*range(1, len(names))]
+        begins = separate
     if len(begins) < num_stages - 1:
         problem = f"a step calls only {len(names)} modules with parameters ({', '.join(names)})"
         raise PlanError(FIELD, num_stages, problem, f"Use at most {FIELD}={len(names)}, or strategy='zero3'")

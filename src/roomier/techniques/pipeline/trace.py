@@ -16,6 +16,7 @@ sources to it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,12 +85,15 @@ class Trace:
             the step.
         weights: parameters that glue reads, and the number of events before the first read.
         written: outputs that glue modifies in place.
+        joined: events at which no stage can begin, because ``torch.utils.checkpoint`` recomputes them together with the
+            event before.
     """
 
     events: list[Event] = field(default_factory=list)
     uses: dict[Value, set[int]] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     written: set[Value] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
 
     def carried(self, boundary: int) -> list[Value]:
         """Return the values that the boundary before the event ``boundary`` carries."""
@@ -280,6 +284,7 @@ class _StepRecorder:
         self._inner: dict[int, tuple[int, str]] = {}  # memory that an event created: its number, and the module
         self._arguments: set[int] = set()  # memory of the arguments of the current event
         self._is_inside = False
+        self._checkpoint: FrameType | None = None  # the checkpoint that runs the last event
         self._kept: list[Tensor] = []  # memory is not reused while these tensors exist
         self._running: list[str] = []  # names of the modules that run inside of the current event
 
@@ -310,12 +315,15 @@ class _StepRecorder:
         """Run an event on fake tensors, and return zeros in place of its outputs."""
         if self._is_inside:  # a unit that another unit calls
             return forward(*args, **kwargs)
-        if _is_in_reentrant_checkpoint():
+        if _running_frame(torch.utils.checkpoint.CheckpointFunction.forward):
             problem = (
                 f"calls {name} inside of a reentrant checkpoint, which a stage cannot leave without losing gradients"
             )
             raise TrainingError("use_reentrant", True, problem, "Pass use_reentrant=False to torch.utils.checkpoint")
         number = len(self.trace.events)
+        checkpoint, self._checkpoint = self._checkpoint, _running_frame(torch.utils.checkpoint.checkpoint)
+        if checkpoint is not None and checkpoint is self._checkpoint:
+            self.trace.joined.add(number)
         leaves, form = torch_private.split_leaves((args, kwargs))
         self.consume((args, kwargs), number)
         self._is_inside = True
@@ -443,13 +451,13 @@ def _is_registry(value: object) -> bool:
     return isinstance(value, dict) and any(isinstance(each, (nn.Module, nn.Parameter)) for each in value.values())
 
 
-def _is_in_reentrant_checkpoint() -> bool:
+def _running_frame(function: Callable[..., Any]) -> FrameType | None:
+    """Return the innermost call of ``function`` that is running."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
-            return True
+    code = inspect.unwrap(function).__code__
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return False
+    return frame
 
 
 def _zeros(spec: Spec) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from roomier.api.blocks import open_blocks
+
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -14,9 +16,15 @@ def find_units(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.
     """Return the blocks, and the outermost modules outside of the blocks that have parameters or contain dropout, by
     name.
 
-    Modules that contain blocks are not units, and containers that are never called are replaced by their members.
+    The inner blocks are units in place of a block that consists of blocks. If ``blocks`` is empty, the members of lists
+    are units, because a single layer can be called several times, as in ALBERT.
+
+    Modules that contain units are not units, and containers that are never called are replaced by their members.
     """
-    units = set(blocks)
+    units = set(open_blocks(blocks))
+    if not units:
+        lists = [each for each in network.modules() if isinstance(each, nn.ModuleList)]
+        units = {each for members in lists for each in members if any(True for _ in each.children())}
     around = {each for each in network.modules() if any(part in units for part in each.modules()) and each not in units}
 
     def search(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
