@@ -99,7 +99,7 @@ def measured_step(
         del batches
         enter("rest")
 
-    engine = engine_of(plan, copied, ranks)
+    engine = engine_of(plan, copied, ranks, batch)
     with quiet():
         if (scaling := engine.scaler.state()) is not None:  # the initial scale is so large that steps would be skipped
             engine.scaler.load({**scaling, "scale": 1.0})

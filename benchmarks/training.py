@@ -20,7 +20,7 @@ from roomier.engine.staged import StagedEngine
 from roomier.plan import Plan
 from roomier.planner.context import find_context_region
 from roomier.planner.memory.tracker import MemoryTracker, tracking
-from roomier.techniques.pipeline.pipeline import find_pipeline
+from roomier.planner.stages import find_stages
 from roomier.train.opening.pipeline import StepTraces
 
 
@@ -56,9 +56,7 @@ def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None, batch: Any
             region, _ = find_context_region(module, batch, plan)
             facts = replace(facts, region=region)
         if parallel.pipeline_parallel_size > 1:
-            trace = StepTraces(module, facts, plan)("training_step", batch)
-            size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
-            facts = replace(facts, pipeline=find_pipeline(facts.network, facts.blocks, trace, size, schedule))
+            facts = replace(facts, pipeline=find_stages(module, facts.blocks, batch, plan)[0])
         kind = StagedEngine if facts.pipeline is not None else EagerEngine
         engine, _ = build(
             plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), kind, ranks, facts=facts

@@ -126,7 +126,7 @@ def measured_peak(engine: EagerEngine, module: Module, window: Sequence[Any]) ->
 
 
 def recompute_of(engine: EagerEngine) -> Any:
-    return engine._levers.recompute
+    return engine.levers.recompute
 
 
 def assert_same_training(first: Taken, second: Taken) -> None:

@@ -332,9 +332,9 @@ def sent_to_the_next_stage() -> list[Any]:
     x = pending() + dist.get_rank()
     if dist.get_rank() == 0:
         engine = StagedEngine.__new__(StagedEngine)
-        engine._sends = []
-        engine._send([x], 1)
-        engine._wait_for_sends(0)
+        sends: list[Any] = []
+        engine._send([x], 1, sends)
+        engine._wait_for_sends(sends)
         x.add_(1)
     else:
         dist.recv(x, 0)

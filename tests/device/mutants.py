@@ -175,7 +175,7 @@ DETECTED: dict[str, str] = {
     "roomier.techniques.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
     "roomier.techniques.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
     "roomier.techniques.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
-    "roomier.engine.staged:StagedEngine._wait_for_sends | self._sends.pop(0)[0].wait()": "sent stage",
+    "roomier.engine.staged:StagedEngine._wait_for_sends | sends.pop(0)[0].wait()": "sent stage",
     "roomier.planner.fake.shapes:_keep_value | tensor.detach().cpu()": "copied values",
     "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
     "roomier.techniques.tiers.buffers:allocate | "

@@ -74,5 +74,5 @@ def in_flight(actions: list[Action]) -> int:
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
 def test_activations_in_flight_follow_the_schedule(num_micro_batches: int) -> None:
     for rank in range(4):
-        assert in_flight(SCHEDULES["gpipe"](rank, 4, 1, num_micro_batches)) == num_micro_batches
+        assert in_flight(SCHEDULES["gpipe"](rank, 4, 1, num_micro_batches)) == (num_micro_batches if rank < 3 else 1)
         assert in_flight(SCHEDULES["1f1b"](rank, 4, 1, num_micro_batches)) == min(4 - rank, num_micro_batches)

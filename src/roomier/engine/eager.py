@@ -93,7 +93,7 @@ class EagerEngine:
         self._count_terms = count_terms
         self._parallel = parallel
         self._loss_factor = parallel.loss_factor
-        self._levers = levers
+        self.levers = levers
         self._updates, self._acts = updates, updates.acts
         self._moments = Moments(parallel, levers, updates)
         self._context = levers.forward_context
@@ -294,12 +294,12 @@ class EagerEngine:
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
         """Enter ``context`` around the next training forward pass only."""
-        self._levers.forward_context.watches.append(context)
+        self.levers.forward_context.watches.append(context)
 
     def close(self) -> None:
         """Restore the original ``forward`` methods, and close the updates. Call this after the last step."""
         self._updates.close()
-        self._levers.undo()
+        self.levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks

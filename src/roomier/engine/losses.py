@@ -96,10 +96,10 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     total: Any = sum(counts)
     if not ranks.is_alone:
         on_device = isinstance(total, Tensor)
-        if ranks.mesh.stage > 1 and ranks.mesh.stage_index < ranks.mesh.stage - 1:
-            total = total * 0  # counted by the last stage
         total = ranks.sum(total if on_device else torch.tensor(float(total), dtype=torch.float64))
         total = total if on_device else total.item()
+        if ranks.mesh.stage > 1:  # all stages count the same terms, and only the last one computes the loss
+            counts = [count * ranks.mesh.stage for count in counts]
     if not isinstance(total, Tensor) and total <= 0:
         problem = "no micro-batch of this step has a loss term to average over"
         raise TrainingError("num_loss_terms", counts, problem, "Check whether all targets are ignored")

@@ -432,6 +432,6 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 def _with_attributes(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Return a plain parameter with ``data`` and the attributes that users set on ``parameter``."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    own = ("page", "pages", "_paged_as")
+    own = {"page", "pages", "_paged_as", *made.__dict__}  # a fake tensor has its device in its ``__dict__``
     made.__dict__.update({key: each for key, each in parameter.__dict__.items() if key not in own})
     return made

@@ -31,6 +31,7 @@ from roomier.techniques.pipeline.trace import Trace, Value
 
 TraceOf = Callable[[str, Any], Trace]
 """Function that traces the step with a given name for a batch. It returns the same object for equal batches."""
+_Send = tuple[dist.Work, Tensor]
 
 
 class StagedEngine(EagerEngine):
@@ -45,9 +46,9 @@ class StagedEngine(EagerEngine):
     def __init__(self, facts: Facts, optimizers: Sequence[Optimizer], **techniques: Any) -> None:
         super().__init__(facts, optimizers, **techniques)
         assert facts.pipeline is not None
-        assert self._levers.stage is not None
+        assert self.levers.stage is not None
         assert isinstance(self._parallel, Stages)
-        self._pipeline, self._stage, self._stages = facts.pipeline, self._levers.stage, self._parallel
+        self._pipeline, self._stage, self._stages = facts.pipeline, self.levers.stage, self._parallel
         mesh = facts.ranks.mesh
         self._number, column = mesh.stage_index, mesh.along(STAGE)[::-1]
         self._previous = column[self._number - 1] if self._number else None
@@ -55,7 +56,7 @@ class StagedEngine(EagerEngine):
         self._state = StageState(self.module, self.module.__dict__[OWNERS], facts.ranks, self._number)
         self._plans: dict[Trace, StagePlan] = {}
         self._graphs: dict[int, _Graph] = {}  # of the micro-batches whose backward pass has not run, by index
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: list[_Send] = []  # of gradients and evaluations
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(self._staged(step), batches)
@@ -66,7 +67,7 @@ class StagedEngine(EagerEngine):
                     self._run_backward_of(action.index)
                 elif not self._run_forward_of(window, action.index, batches[action.index]):
                     return self._end_window(window)
-            self._wait_for_sends(0)
+            self._wait_for_sends(self._sends)
         except BaseException as error:
             direction = "forward" if action.is_forward else "backward"
             stage = f"stage {self._number + 1} of {self._pipeline.num_stages}"
@@ -109,7 +110,7 @@ class StagedEngine(EagerEngine):
             for optimizer in self.optimizers:
                 self.hooks.zero_grad(optimizer)
         graph = self._graphs[index]
-        self._send(graph.outputs, self._next)
+        self._send(graph.outputs, self._next, graph.sends)
         return True
 
     def _run_backward_of(self, index: int) -> None:
@@ -117,12 +118,16 @@ class StagedEngine(EagerEngine):
         if self._next is not None:
             outputs = [each for value, each in zip(graph.plan.sent, graph.outputs, strict=True) if graph.trains(value)]
             gradients = self._receive(self._next, [(each.shape, each.dtype) for each in outputs])
+            self._wait_for_sends(graph.sends)  # complete, because the next stage has used the outputs
+            for before in self.hooks.before_backward:
+                before(torch.zeros((), device=self.device))  # this stage has no loss
             with self._backward_context():
                 torch.autograd.backward(outputs, gradients)
             for after in self.hooks.after_backward:
                 after()
         if self._previous is not None:
-            self._send(graph.gradients(), self._previous)
+            self._send(graph.gradients(), self._previous, self._sends)
+            self._wait_for_sends(self._sends, self._pipeline.num_stages * len(graph.received))
 
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
         plan = self._plan_of(self.hooks.step_name, batch)
@@ -130,8 +135,8 @@ class StagedEngine(EagerEngine):
         result = super().forward(lambda each: self._stage.forward(plan, partial(step, each), received), batch)
         if self._next is None:
             return result
-        self._send(result, self._next)
-        self._wait_for_sends(self._pipeline.num_stages)
+        self._send(result, self._next, self._sends)
+        self._wait_for_sends(self._sends, self._pipeline.num_stages)
         return None
 
     def weights(self) -> dict[str, Any]:
@@ -177,16 +182,16 @@ class StagedEngine(EagerEngine):
             raise
         return received
 
-    def _send(self, values: Sequence[Tensor], rank: int) -> None:
+    def _send(self, values: Sequence[Tensor], rank: int, sends: list[_Send]) -> None:
         for each in filter(Tensor.numel, values):
             sent = _as_bytes(each.detach().contiguous())
             work = dist.isend(sent, rank)
             assert work is not None
-            self._sends.append((work, sent))  # the memory must not be freed before it is sent
+            sends.append((work, sent))  # the memory must not be freed before it is sent
 
-    def _wait_for_sends(self, num_left: int) -> None:
-        while len(self._sends) > num_left:
-            self._sends.pop(0)[0].wait()
+    def _wait_for_sends(self, sends: list[_Send], num_left: int = 0) -> None:
+        while len(sends) > num_left:
+            sends.pop(0)[0].wait()
 
 
 class _Graph:
@@ -194,6 +199,7 @@ class _Graph:
 
     def __init__(self, plan: StagePlan, received: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.plan, self.received, self.outputs = plan, received, outputs
+        self.sends: list[_Send] = []
 
     def trains(self, value: Value) -> bool:
         """Return whether a gradient is sent for ``value``."""

@@ -99,7 +99,8 @@ class Choice:
                 rank = f"the only plan that fits, of {self.num_plans} plans"
         else:
             rank = "the only plan for these settings"
-        return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}"
+        stages = f". {chosen.remark.rstrip('.')}" if chosen.plan.parallel.pipeline_parallel_size > 1 else ""
+        return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}{stages}"
 
     def _why_tiers(self, chosen: Forecast) -> str:
         """Return a description of the lower tiers that the chosen plan uses and the reason for using them; empty if it
@@ -170,10 +171,12 @@ def words_of(plan: Plan, micro_batch: int) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """Return short descriptions of the context size, the memory techniques and the precision of ``plan``. The precision
-    ``"32-true"`` is omitted."""
-    activation, num_peers = plan.activation, plan.parallel.num_peers
-    words = [f"{num_peers} ranks per sequence"] if num_peers > 1 else []
+    """Return short descriptions of the context size, the stages, the memory techniques and the precision of ``plan``.
+    The precision ``"32-true"`` is omitted."""
+    activation, parallel = plan.activation, plan.parallel
+    words = [f"{parallel.context_parallel_size} ranks per sequence"] if parallel.context_parallel_size > 1 else []
+    if parallel.pipeline_parallel_size > 1:
+        words.append(f"{parallel.pipeline_parallel_size} stages, {parallel.schedule_of_stages}")
     if activation.policy != "none":
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
     tiers = {"cpu": "in host memory", "disk": "on disk"}

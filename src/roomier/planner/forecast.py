@@ -27,6 +27,7 @@ class StepTime:
         exposed_s: part of ``communication_s`` that does not overlap with computation.
         offload_s: part of the transfers of offloaded data, in both directions, that does not overlap with computation.
         update_s: duration of gradient clipping and of the optimizer step.
+        bubble_s: with a pipeline, time for which the slowest stage waits for other stages.
     """
 
     compute_s: float
@@ -35,11 +36,12 @@ class StepTime:
     exposed_s: float = 0.0
     offload_s: float = 0.0
     update_s: float = 0.0
+    bubble_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Duration of the step in seconds."""
-        return self.compute_s + self.exposed_s + self.offload_s + self.update_s
+        return self.compute_s + self.exposed_s + self.offload_s + self.update_s + self.bubble_s
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Forecast:
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.
-        remark: sentence that describes which activations the blocks save under an activation budget, or why a less
-            accurate method was used; empty if there is no budget.
+        remark: sentences that describe which activations the blocks save under an activation budget, why a less
+            accurate method was used, or what each stage of a pipeline needs; otherwise empty.
     """
 
     plan: Plan

@@ -94,6 +94,8 @@ class ClosedForms:
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank."""
+        if plan.parallel.pipeline_parallel_size > 1:  # stages have no closed form
+            return self._dry_runs.estimate(plan, micro_batch)
         try:
             return self._estimator.estimate(plan, micro_batch)
         except RoomierError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from roomier.plan import Plan
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
+from roomier.planner.dry_runs.staged import forecast_of_stages
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator, leave_device
 from roomier.planner.hardware.machine import Machine
@@ -23,7 +24,7 @@ def is_seen_by_dry_run(plan: Plan, machine: Machine) -> bool:
     offload = plan.offload
     if offload.parameters != "none" or (offload.optimizer_states != "none" and plan.activation.policy == "budget"):
         return False
-    return plan.parallel.pipeline_parallel_size == 1 and not leave_device(plan, machine)
+    return not leave_device(plan, machine)
 
 
 def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
@@ -40,6 +41,8 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         RoomierError: ``build`` rejects the plan.
     """
     estimator, device = Estimator(workload, machine), machine.device
+    if plan.parallel.pipeline_parallel_size > 1:
+        return forecast_of_stages(workload, plan, machine, estimator)
     if not is_seen_by_dry_run(plan, machine):
         return estimator.estimate(plan, workload.batch_size)
     run = dry_run_by_depth(workload, plan, is_pairwise=device.kind == "cpu", like=device.kind, device=device)

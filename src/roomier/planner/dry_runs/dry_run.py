@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from roomier.api.callback import KeptWeights
 from roomier.api.hooks import step_of
@@ -18,9 +18,8 @@ from roomier.api.module import Module
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
-from roomier.engine.facts import Facts
-from roomier.engine.forward_levers import Levers
 from roomier.engine.optimizers import configure
+from roomier.engine.staged import StagedEngine
 from roomier.plan import OffloadPlan, Plan
 from roomier.plan.choices import averages_itself
 from roomier.planner.context import facts_with_region
@@ -37,6 +36,8 @@ from roomier.planner.workload import Workload
 from roomier.techniques.activation.block_forward import Keep
 from roomier.techniques.activation.budget import BudgetedRecompute
 from roomier.techniques.optim.averaging import WeightAverage, tensors_to_average
+from roomier.techniques.pipeline.pipeline import Pipeline
+from roomier.techniques.pipeline.trace import Trace
 from roomier.techniques.precision.policy import precision_of
 
 _NUM_STEPS = 1000  # run length for schedules; it does not affect memory
@@ -67,18 +68,6 @@ class DryRun:
         return self.peak.peak_bytes
 
 
-class _DryEngine(EagerEngine):
-    """Engine of a dry run.
-
-    Attributes:
-        recompute: object that recomputes or offloads the activations of blocks.
-    """
-
-    def __init__(self, facts: Facts, optimizers: Sequence[Optimizer], *, levers: Levers, **others: Any) -> None:
-        super().__init__(facts, optimizers, levers=levers, **others)
-        self.recompute = levers.recompute
-
-
 def dry_run(
     workload: Workload,
     plan: Plan,
@@ -87,6 +76,7 @@ def dry_run(
     is_pairwise: bool = True,
     like: str = "cpu",
     device: Device = TYPICAL_DEVICE,
+    stages: tuple[Pipeline, Trace] | None = None,
 ) -> DryRun:
     """Run a training step of ``workload`` under ``plan`` on fake tensors.
 
@@ -102,6 +92,7 @@ def dry_run(
         like: device type whose kernels determine which tensors are saved for backward; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
         device: device whose speed determines the time of recomputation for an activation budget.
+        stages: result of :func:`roomier.planner.stages.find_stages` for a plan with a pipeline.
 
     Raises:
         RoomierError: ``build`` rejects the plan, shapes in the step depend on unknown values, or an activation budget
@@ -120,14 +111,14 @@ def dry_run(
     with fake_world(plan.parallel.mesh_on(world), is_pairwise=is_pairwise, like=like) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, cpu).weight_dtype)
         facts = facts_with_region(plan, module, workload.batch, ranks)
-        engine, _ = build(
-            plan,
-            module,
-            lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks),
-            _DryEngine,
-            ranks,
-            facts=facts,
-        )
+        kind: type[EagerEngine] = EagerEngine
+        if stages is not None:
+            facts, kind = replace(facts, pipeline=stages[0]), StagedEngine
+        optimizers = partial(configure, plan, module, lambda: _NUM_STEPS)
+        engine, _ = build(plan, module, optimizers, kind, ranks, facts=facts)
+        if isinstance(engine, StagedEngine) and stages is not None:
+            trace = stages[1]
+            engine.trace_of = lambda *_: trace
         if reads_gradients:  # reductions then complete before the backward pass continues
             for each in engine.module.parameters():
                 if each.requires_grad:
@@ -159,7 +150,7 @@ class _OneByOne(Sequence[Any]):
         return self._make()
 
 
-def _copies(engine: _DryEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
+def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
     """Return the tensors that callbacks hold from the start of a run, such as averaged weights."""
     saved = engine.weights() if any(each.with_buffers for each in copies) else {}
     buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
@@ -171,7 +162,7 @@ def _copies(engine: _DryEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
 
 
 def _tracked_step(
-    engine: _DryEngine,
+    engine: EagerEngine,
     module: Module,
     copies: Sequence[Tensor],
     make_batches: Callable[[], Sequence[Any]],
@@ -180,7 +171,8 @@ def _tracked_step(
     like: str,
 ) -> DryRun:
     # DDP is constructed in the second step. A run with an activation budget measures its second step.
-    num_steps_before = 2 if plan.parallel.strategy == "ddp" or plan.activation.policy == "budget" else 1
+    wraps_later = plan.parallel.strategy == "ddp" and plan.parallel.pipeline_parallel_size == 1
+    num_steps_before = 2 if wraps_later or plan.activation.policy == "budget" else 1
     own_step = step_of(module, "training_step")
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
@@ -211,7 +203,8 @@ def _tracked_step(
 
         stack.enter_context(reporting_places(places, tell))
         counting = counter.counting(lambda: (tracker.phase, tracker.place))
-        budgeted = engine.recompute if isinstance(engine.recompute, BudgetedRecompute) else None
+        recompute = engine.levers.recompute
+        budgeted = recompute if isinstance(recompute, BudgetedRecompute) else None
         if budgeted is not None:
             stack.enter_context(counting)
             names = [places[block.module] for block in budgeted.blocks]

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from roomier.api.module import network_of
 from roomier.core import torch_fake
-from roomier.core.errors import NoForecastError
 from roomier.core.mesh import Mesh
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -136,26 +135,24 @@ class Estimator:
         note.
 
         Raises:
-            RoomierError: ``build`` rejects the plan, an activation budget is too small, or the plan has a pipeline.
+            RoomierError: ``build`` rejects the plan, or an activation budget is too small.
         """
-        if (size := plan.parallel.pipeline_parallel_size) > 1:
-            action = "Use pipeline_parallel_size=1, or strategy='zero3', which has a forecast"
-            raise NoForecastError("pipeline_parallel_size", size, "has no forecast yet", action)
         layout = self._layout(plan)
         states = self._states_of(plan, layout)
         step = self._step(plan, layout, states, micro_batch)
         return self._forecast(plan, micro_batch, step, states)
 
-    def of_dry_run(self, plan: Plan, run: DryRun, micro_batch: int) -> Forecast:
+    def of_dry_run(self, plan: Plan, run: DryRun, micro_batch: int, units: Sequence[Unit] | None = None) -> Forecast:
         """Return the forecast of ``plan`` from a dry run. The plan may offload optimizer states, but no other tensors.
 
         Args:
             plan: plan of the dry run.
             run: dry run of ``plan`` with all optimizer states on the device.
             micro_batch: number of samples per micro-batch on each rank.
+            units: units of the network that this rank trains; None means all units.
         """
         if plan.offload.optimizer_states == "none":
-            return self._forecast(plan, micro_batch, _StepRun(None, run, 0, remark_of(run.keeps)), None)
+            return self._forecast(plan, micro_batch, _StepRun(None, run, 0, remark_of(run.keeps)), None, units)
         states = self._states_of(plan, self._layout(plan))
         less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
         intervals = [each.plus(less, less, less) for each in run.intervals]
@@ -167,7 +164,14 @@ class Estimator:
         step = _StepRun(None, DryRun(states.away.on_device(intervals), run.work), 0, "")
         return self._forecast(plan, micro_batch, step, states)
 
-    def _forecast(self, plan: Plan, micro_batch: int, step: _StepRun, states: States | None) -> Forecast:
+    def _forecast(
+        self,
+        plan: Plan,
+        micro_batch: int,
+        step: _StepRun,
+        states: States | None,
+        units: Sequence[Unit] | None = None,
+    ) -> Forecast:
         away = Offloaded() if states is None else states.away
         moves = plan.offload.activations != "none"
         intervals, moved_bytes = step.run.intervals, step.moved_bytes
@@ -187,7 +191,7 @@ class Estimator:
                 plan,
                 self._machine,
                 step.run.work,
-                units=None if states is None else states.units,
+                units=units if states is None else states.units,
                 kept_bytes=step.trace.moved_bytes(self._blocks, MIN_BYTES) if step.trace and moves else None,
                 away=away,
                 chosen=None if step.remark == _INTERPOLATED else step.run.keeps,

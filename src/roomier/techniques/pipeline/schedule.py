@@ -27,7 +27,12 @@ class Action:
 
 
 def gpipe(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Action]:
-    """Return all forward passes, then all backward passes (Huang et al. 2019, section 2.2)."""
+    """Return all forward passes, then all backward passes (Huang et al. 2019, section 2.2).
+
+    The last rank alternates both, so that the other ranks can start their backward passes earlier.
+    """
+    if rank == num_ranks - 1:
+        return one_forward_one_backward(rank, num_ranks, stages_per_rank, num_micro_batches)
     stages = [rank + chunk * num_ranks for chunk in range(stages_per_rank)]
     forwards = [Action(True, stage, index) for stage in stages for index in range(num_micro_batches)]
     backwards = [Action(False, stage, index) for stage in reversed(stages) for index in range(num_micro_batches)]

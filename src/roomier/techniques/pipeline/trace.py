@@ -17,6 +17,7 @@ sources to it.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,11 @@ class Spec:
     def of(cls, tensor: Tensor) -> Spec:
         """Return the description of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 
 from roomier.api.callback import KeepsWeights
-from roomier.api.hooks import step_of
-from roomier.api.module import Module, network_of
+from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.tree import leaves
 from roomier.engine.facts import Facts, check_module
-from roomier.engine.materialise import initialise_buffers
 from roomier.plan import Plan
-from roomier.planner.fake.shapes import copied_module
+from roomier.planner.stages import find_stages, trace_of_step
 from roomier.run.settled import Settled
-from roomier.techniques.pipeline.pipeline import Pipeline, find_pipeline
-from roomier.techniques.pipeline.trace import Trace, parameters_without_values, trace_step
-from roomier.techniques.pipeline.units import find_units
-from roomier.techniques.precision.policy import precision_of
+from roomier.techniques.pipeline.pipeline import Pipeline
+from roomier.techniques.pipeline.trace import Trace
 from roomier.train.settling.settle import alone
 from roomier.train.step import transfer_to
 
@@ -60,16 +56,8 @@ class StepTraces:
         return self._traces[key]
 
     def _trace(self, name: str, batch: Any) -> Trace:
-        precision = precision_of(self._plan.precision.mode, torch.device("cpu"))
-        with alone(self._module), precision.forward_context()():
-            copied = copied_module(self._module, dict(parameters_without_values(self._module)))
-            if hasattr(vars(copied).get(name), "__wrapped__"):  # a profiler, which measures the original module
-                del vars(copied)[name]
-            network = network_of(copied)
-            initialise_buffers(network)  # glue reads their values
-            units = find_units(network, [network.get_submodule(each) for each in self._blocks])
-            step, given = step_of(copied, name), copy.deepcopy(batch)
-            return trace_step(network, units, lambda: step(given, 0))
+        with alone(self._module):
+            return trace_of_step(self._module, name, batch, self._plan, self._blocks)
 
 
 def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | None:
@@ -108,15 +96,12 @@ def _check_supported(settled: Settled, module: Module) -> None:
 
 
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
-    parallel, batch = settled.plan.parallel, settled.data.first_batch()
-    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
-    if transfer is not None:
-        batch = transfer(copy.deepcopy(batch))
-    if facts.precision.weight_dtype:
-        batch = facts.precision.convert_batch(batch)
-    trace = StepTraces(module, facts, settled.plan)("training_step", batch)
-    size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
-    return find_pipeline(facts.network, facts.blocks, trace, size, schedule)
+    batch = settled.data.first_batch()
+    with alone(module):
+        transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
+        if transfer is not None:
+            batch = transfer(copy.deepcopy(batch))
+        return find_stages(module, facts.blocks, batch, settled.plan)[0]
 
 
 def _kind(leaf: Any) -> Hashable:

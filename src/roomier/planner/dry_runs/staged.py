@@ -1,0 +1,139 @@
+"""Forecast of a pipeline: a dry run of each stage, and a simulation of the schedule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from roomier.api.module import network_of
+from roomier.core.mesh import STAGE
+from roomier.core.units import format_bytes
+from roomier.core.world import World
+from roomier.plan import Plan
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run
+from roomier.planner.forecast import Forecast, StepTime
+from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.machine import Machine
+from roomier.planner.memory.weights import Unit, units_with_weights
+from roomier.planner.stages import find_stages
+from roomier.planner.workload import Workload
+from roomier.techniques.pipeline.pipeline import Pipeline
+from roomier.techniques.pipeline.schedule import SCHEDULES
+from roomier.techniques.pipeline.trace import Trace
+from roomier.techniques.precision.policy import precision_of
+
+
+def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimator: Estimator) -> Forecast:
+    """Return the forecast of ``plan``, which has a pipeline, for the stage that requires the most memory.
+
+    Args:
+        workload: workload whose ``batch_size`` is the micro-batch size.
+        plan: plan with a concrete strategy.
+        machine: machine for which the forecast is computed.
+        estimator: converts a dry run to a forecast.
+
+    Raises:
+        RoomierError: the step cannot be divided into stages, or ``build`` rejects the plan.
+    """
+    parallel, kind = plan.parallel, machine.device.kind
+    ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]  # one for each stage, the first first
+    pipeline, trace = stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
+    own = replace(parallel, pipeline_parallel_size=1, schedule=None, devices=parallel.num_ranks // len(ranks))
+    if own.devices > machine.devices_per_node:
+        own = replace(own, devices=machine.devices_per_node, num_nodes=own.devices // machine.devices_per_node)
+    alone = replace(plan, parallel=own if own.num_ranks > 1 else replace(own, strategy="single"))
+    num_micro_batches = num_run = plan.batch.accumulate_grad_batches
+    if pipeline.schedule == "1f1b" and kind != "cpu":  # on a CPU, all micro-batches are in memory
+        num_run = min(num_run, 2 * len(ranks))  # later micro-batches need no more memory
+    shorter = replace(plan, batch=replace(plan.batch, accumulate_grad_batches=num_run))
+    found: list[Forecast] = []
+    passes_s: list[tuple[float, float]] = []
+    for stage, rank in enumerate(ranks):
+        options = {"is_pairwise": kind == "cpu", "like": kind, "device": machine.device}
+        run = dry_run(workload, shorter, rank=rank, stages=stages, **options)  # type: ignore[arg-type]
+        run = DryRun(run.intervals, {part: each * (num_micro_batches / num_run) for part, each in run.work.items()})
+        units = _units_of(workload, plan, pipeline, stage)
+        found.append(estimator.of_dry_run(alone, run, workload.batch_size, units))
+        passes_s.append(_passes_s(estimator, alone, run, found[-1], units))
+    link = machine.in_node if parallel.num_nodes == 1 else machine.between_nodes
+    message_s = [link.latency_s + num_bytes / link.bytes_per_s for num_bytes in _sent_bytes(pipeline, trace)]
+    total_s = played_s(pipeline.schedule, num_micro_batches, passes_s, message_s)
+    times = [each.time for each in found if each.time is not None]
+    slowest = max(times, key=lambda each: each.compute_s)
+    time = StepTime(
+        compute_s=slowest.compute_s,
+        recompute_s=slowest.recompute_s,
+        communication_s=max(each.communication_s for each in times),
+        exposed_s=max(each.communication_s for each in times),  # gradients are reduced after the last backward pass
+        update_s=max(each.update_s for each in times),
+        bubble_s=total_s - slowest.compute_s,
+    )
+    peaks = ", ".join(format_bytes(each.peak_bytes) for each in found)
+    remark = f"The stages need {peaks}, and the slowest stage waits for {time.bubble_s / time.total_s:.0%} of a step."
+    worst = max(found, key=lambda each: each.peak_bytes)
+    return replace(worst, plan=plan, time=time, remark=f"{remark} {worst.remark}".strip())
+
+
+def played_s(
+    schedule: str, num_micro_batches: int, passes_s: Sequence[tuple[float, float]], message_s: Sequence[float]
+) -> float:
+    """Return the duration of all passes of a step in seconds, as executed by
+    :class:`roomier.engine.staged.StagedEngine`.
+
+    Args:
+        schedule: name of the schedule.
+        num_micro_batches: number of micro-batches in the step.
+        passes_s: for each stage, the durations of the forward and of the backward pass of one micro-batch.
+        message_s: for each boundary between two stages, the time in which a message arrives.
+    """
+    last = len(passes_s) - 1
+    queues = [deque(SCHEDULES[schedule](stage, last + 1, 1, num_micro_batches)) for stage in range(last + 1)]
+    free_s = [0.0] * (last + 1)
+    done_s: dict[tuple[bool, int, int], float] = {}
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                action, (forward_s, backward_s) = queue[0], passes_s[stage]
+                sender = stage - 1 if action.is_forward else stage + 1
+                key, arrives_s = (action.is_forward, sender, action.index), 0.0
+                if 0 <= sender <= last:
+                    if key not in done_s:
+                        break
+                    arrives_s = done_s[key] + message_s[min(sender, stage)]
+                duration_s = forward_s if action.is_forward else backward_s
+                if stage == last:  # it runs the backward pass directly after the forward pass
+                    duration_s = forward_s + backward_s if action.is_forward else 0.0
+                free_s[stage] = max(free_s[stage], arrives_s) + duration_s
+                done_s[action.is_forward, stage, action.index] = free_s[stage]
+                queue.popleft()
+    return max(free_s)
+
+
+def _passes_s(
+    estimator: Estimator, plan: Plan, run: DryRun, forecast: Forecast, units: Sequence[Unit]
+) -> tuple[float, float]:
+    """Return the durations of the forward and of the backward pass of one micro-batch."""
+    forward = DryRun(run.intervals, {key: each for key, each in run.work.items() if key[0] == "forward"})
+    num_micro_batches = plan.batch.accumulate_grad_batches
+    of_forward = estimator.of_dry_run(plan, forward, forecast.micro_batch, units).time
+    assert of_forward is not None
+    assert forecast.time is not None
+    forward_s = of_forward.compute_s / num_micro_batches
+    return forward_s, forecast.time.compute_s / num_micro_batches - forward_s
+
+
+def _units_of(workload: Workload, plan: Plan, pipeline: Pipeline, stage: int) -> list[Unit]:
+    """Return the units of the network, with only the weights that ``stage`` stores."""
+    network, precision = network_of(workload.module), precision_of(plan.precision.mode, torch.device("cpu"))
+    owners = pipeline.owners(network, workload.blocks)
+    units = units_with_weights(network, workload.blocks, precision.autocast_dtype, precision.weight_dtype)
+    return [replace(unit, weights=tuple(each for each in unit.weights if stage in owners[each.name])) for unit in units]
+
+
+def _sent_bytes(pipeline: Pipeline, trace: Trace) -> list[int]:
+    """Return the number of bytes that each stage but the last sends for one micro-batch."""
+    plans = [pipeline.plan_of(trace, stage) for stage in range(pipeline.num_stages - 1)]
+    return [sum(trace.spec(value).num_bytes for value in each.sent) for each in plans]

@@ -1,0 +1,67 @@
+"""Search for the stages of a pipeline, before the model is built, by a trace of the training step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.api.hooks import step_of
+from roomier.api.module import Module, network_of
+from roomier.core.tree import map_tensors
+from roomier.engine.materialise import initialise_buffers
+from roomier.plan import Plan
+from roomier.planner.fake.shapes import copied_module
+from roomier.techniques.pipeline.pipeline import Pipeline, find_pipeline
+from roomier.techniques.pipeline.trace import Trace, parameters_without_values, trace_step
+from roomier.techniques.pipeline.units import find_units
+from roomier.techniques.precision.policy import precision_of
+
+_CPU = torch.device("cpu")
+
+
+def trace_of_step(module: Module, name: str, batch: Any, plan: Plan, blocks: Collection[str]) -> Trace:
+    """Return the trace of the step ``name`` of ``module``, such as ``"training_step"``, for ``batch``.
+
+    The step runs once, on a copy of the module without parameters in memory.
+
+    Args:
+        blocks: names of the blocks of the network.
+
+    Raises:
+        TrainingError: stages cannot reproduce the step; see :func:`roomier.techniques.pipeline.trace.trace_step`.
+    """
+    with precision_of(plan.precision.mode, _CPU).forward_context()():
+        copied = copied_module(module, dict(parameters_without_values(module)))
+        if hasattr(vars(copied).get(name), "__wrapped__"):  # a profiler, which measures the original module
+            del vars(copied)[name]
+        network = network_of(copied)
+        initialise_buffers(network)  # glue reads their values
+        units = find_units(network, [network.get_submodule(each) for each in blocks])
+        step, given = step_of(copied, name), copy.deepcopy(batch)
+        return trace_step(network, units, lambda: step(given, 0))
+
+
+def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: Plan) -> tuple[Pipeline, Trace]:
+    """Return the stages of ``module`` under ``plan``, and the trace of the training step for ``batch``. Tensors of the
+    batch that are on the meta device count as zeros.
+
+    Args:
+        blocks: the blocks of the network in ``module``.
+
+    Raises:
+        RoomierError: the step cannot be divided into the stages of the plan.
+    """
+    network, parallel = network_of(module), plan.parallel
+    of_module = {each: name for name, each in network.named_modules()}
+    batch = precision_of(plan.precision.mode, _CPU).convert_batch(map_tensors(_with_values, batch))
+    trace = trace_of_step(module, "training_step", batch, plan, [of_module[each] for each in blocks])
+    size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
+    return find_pipeline(network, blocks, trace, size, schedule), trace
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor

@@ -1,0 +1,82 @@
+"""Forecasts of the stages of a pipeline, compared with the same step on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.planner import measured_peak
+from benchmarks.training import Trained
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import Plan
+from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.dry_runs.staged import forecast_of_stages, played_s
+from roomier.planner.formula.estimate import Estimator
+from roomier.planner.hardware.this_machine import this_machine
+from roomier.planner.stages import find_stages
+from roomier.planner.workload import Workload
+from tests.ranks.pool import RankPool
+
+
+def model() -> tuple[Trained, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    network = GPT(GPTConfig(64, context=32, num_layers=4, num_heads=2, width=32, dropout=0.0, tied_head=True))
+    tokens = torch.randint(64, (2, 33))
+    return Trained(network), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def plan_of(schedule: str, num_ranks: int, recompute: str) -> Plan:
+    return Plan.from_dict(
+        {
+            "parallel": {
+                "strategy": "ddp",
+                "accelerator": "cpu",
+                "devices": num_ranks,
+                "pipeline_parallel_size": 2,
+                "schedule": schedule,
+            },
+            "batch": {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "seeding": "events"},
+            "activation": {"policy": recompute},
+            "optimizer": {"name": "adamw"},
+        }
+    )
+
+
+def peaks(schedule: str, num_ranks: int, recompute: str) -> tuple[int, int, int]:
+    """Return the stage of this rank, and the forecast and the measured peak of its memory."""
+    plan, (network, batch) = plan_of(schedule, num_ranks, recompute), model()
+    ranks = Ranks(World(dist.get_rank(), num_ranks, dist.get_rank(), 0, num_ranks))
+    workload = Workload.of(network, batch)
+    stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
+    run = dry_run(workload, plan, rank=dist.get_rank(), stages=stages)
+    mesh = plan.parallel.mesh_on(ranks.world)
+    return mesh.stage_index, run.peak_bytes, measured_peak(network, batch, plan, ranks).total()
+
+
+@pytest.mark.parametrize("case", [("1f1b", 2, "none"), ("gpipe", 4, "full")], ids=str)
+def test_the_forecast_of_each_stage_equals_its_peak(on_ranks: RankPool, case: tuple[str, int, str]) -> None:
+    by_stage: dict[int, set[int]] = {}
+    for stage, forecast, measured in on_ranks(case[1], peaks, *case):
+        assert forecast == pytest.approx(measured, rel=0.01), stage
+        by_stage.setdefault(stage, set()).add(forecast)
+    network, batch = model()
+    workload, machine = Workload.of(network, batch), this_machine(case[1], 1, "cpu", None)
+    found = forecast_of_stages(workload, plan_of(*case), machine, Estimator(workload, machine))
+    assert {found.tensor_bytes} == max(by_stage.values(), key=max)
+    assert found.time is not None
+    assert found.time.bubble_s > 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_is_one_micro_batch_for_each_additional_stage(schedule: str) -> None:
+    for num_stages in (1, 2, 4):
+        passes: list[Any] = [(1.0, 2.0)] * num_stages
+        assert played_s(schedule, 8, passes, [0.0] * (num_stages - 1)) == pytest.approx(3.0 * (8 + num_stages - 1))
+    slow = [(1.0, 2.0), (2.0, 4.0)]
+    assert played_s(schedule, 8, slow, [0.5]) == pytest.approx(1.0 + 0.5 + 8 * 6.0 + 0.5 + 2.0)
