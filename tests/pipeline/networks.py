@@ -44,6 +44,10 @@ class Glue(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, factor, skips = self.embedding(x), 1.0, list[Tensor]()
+        if self.kind == "output in place":
+            hidden += 1.0
+        if self.kind == "weight as argument":
+            hidden = hidden + self.layers[0](self.scale)
         for index, layer in enumerate(self.layers):
             hidden = self._between(self._called(layer, hidden), index, skips)
             if index == 0 and self.kind in READS:
@@ -98,7 +102,9 @@ GLUE = [
     "twice nonreentrant",
     "caught",
     "in place",
+    "output in place",
     "parameter",
+    "weight as argument",
     "skips",
     "order",
     "dropout",

@@ -332,6 +332,8 @@ class _StepRecorder:
             self.trace.joined.add(number)
         leaves, form = torch_private.split_leaves((args, kwargs))
         self.consume((args, kwargs), number)
+        for each in _tensors((args, kwargs)):
+            self._read_weight(each)
         self._is_inside = True
         unit = self._units[name]
         try:
@@ -395,6 +397,10 @@ class _StepRecorder:
         if (found := self._inner.get(_memory(tensor))) is not None:
             raise _Escaped(found[1], "the step")
 
+    def _read_weight(self, tensor: Tensor) -> None:
+        if (weight := self._weights.get(_memory(tensor))) is not None:
+            self.trace.weights.setdefault(weight, len(self.trace.events))
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module])
 
@@ -421,8 +427,7 @@ class _StepRecorder:
         read = list(_tensors((args, kwargs)))
         for each in read:
             self._check_escape(each)
-            if (weight := self._weights.get(_memory(each))) is not None:
-                self.trace.weights.setdefault(weight, len(self.trace.events))
+            self._read_weight(each)
         if _DEPENDS_ON_VALUES.intersection(func.tags):
             self.consume(read, END)
         output = func(*args, **kwargs)
@@ -472,7 +477,8 @@ def _zeros(spec: Spec) -> Tensor:
         return made
     num_elements = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     base = torch.zeros(max(1, num_elements), dtype=spec.dtype)
-    return base.as_strided(spec.shape, spec.stride)
+    # Not a view, because autograd rejects changes in place of a view that a custom function returns.
+    return torch.empty(0, dtype=spec.dtype).set_(base.untyped_storage(), 0, spec.shape, spec.stride)
 
 
 def _alike(tensor: Tensor) -> Tensor:
