@@ -33,6 +33,7 @@ def test_a_fit_matches_one_process(on_ranks: RankPool) -> None:
         staged("gpt", 4),
         staged("gpt", 4, 4, accumulate=6, levers={"activation_checkpointing": "full"}),
         staged("mixtral", 4, 2, is_sum=True),
+        staged("gpt", 4, 2, accumulate=3, of_strategy={"split": ["network.blocks.1"]}),
         staged("gpt2", 4, 2, precision="32-true", accumulate=1),
     )
 

@@ -43,6 +43,8 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
         ({"pipeline_parallel_size": 0}, {}, "must be at least 1"),
         ({"pipeline_parallel_size": 1, "schedule": "gpipe"}, {}, "Set pipeline_parallel_size, or remove it"),
         ({"schedule": "1f2b"}, {}, "Did you mean '1f1b'"),
+        ({"pipeline_parallel_size": 1, "split": ["blocks.1"]}, {}, "Set pipeline_parallel_size, or remove it"),
+        ({"split": "blocks.1,blocks.2"}, {}, "has 2 names, .* Use pipeline_parallel_size=3, or name 1 modules"),
         ({"context_parallel_size": 2}, {}, "Use context_parallel_size=1"),
         ({"gradient_compression": "powersgd"}, {}, "Set gradient_compression='none'"),
         ({}, {"compile": True}, "Set compile=False"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.core.errors import TrainingError
+from roomier.core.errors import PlanError, TrainingError
 from roomier.techniques.pipeline import trace as tracing
 from roomier.techniques.pipeline.pipeline import find_pipeline
 from tests.context.networks import tokens
@@ -51,6 +51,23 @@ def test_stages_begin_within_blocks_that_consist_of_blocks() -> None:
     starts = find_pipeline(network, find_blocks(network), trace, 4, "gpipe").starts
     assert any("blocks.1" in name for name, _ in starts)
     check_stages(network, loss_of, [images], 4)
+
+
+def test_stages_begin_at_the_modules_of_a_split() -> None:
+    network = glue("plain")
+    trace = traced(network, loss_of, features(1)[0])
+
+    def starts(*split: str) -> list[str]:
+        found = find_pipeline(network, find_blocks(network), trace, 3, "gpipe", split).starts
+        return [name for name, _ in found]
+
+    assert starts("layers.1", "head") == ["layers.1", "head"]
+    with pytest.raises(PlanError, match=r"split='layer.1': is not a module .* Use names from \['layers.0', .*'head'\]"):
+        starts("layer.1", "head")
+    with pytest.raises(PlanError, match=r"Use the order \['layers.1', 'layers.3'\]"):
+        starts("layers.3", "layers.1")
+    with pytest.raises(PlanError, match="must contain different modules"):
+        starts("layers.1", "layers.1")
 
 
 def test_a_boundary_carries_only_values_that_later_stages_read() -> None:

@@ -210,7 +210,7 @@ MARKS = {
 
 SETTINGS = {
     "parallel": {
-        *("devices", "num_nodes", "shard_size", "context_parallel_size", "pipeline_parallel_size"),
+        *("devices", "num_nodes", "shard_size", "context_parallel_size", "pipeline_parallel_size", "split"),
         *("compression_rank", "compression_warmup_steps"),
     },
     "batch": {"gradient_clip_val"},

@@ -80,6 +80,7 @@ IRRELEVANT = {
     "parallel.compression_warmup_steps": "a forecast describes a step after the warm-up",
     "parallel.pipeline_parallel_size": "a plan with a pipeline has no forecast",
     "parallel.schedule": "a plan with a pipeline has no forecast",
+    "parallel.split": "a plan with a pipeline has no forecast",
     "batch.seeding": _NO_SHAPE,
     "optimizer.lr": _NO_SHAPE,
     "optimizer.weight_decay": _NO_SHAPE,

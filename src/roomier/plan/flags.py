@@ -100,7 +100,8 @@ def default_strategy(devices: object, num_nodes: object) -> str:
 
 _AS_GIVEN = object()
 _NEED_EVENTS = ("context_parallel_size", "pipeline_parallel_size")  # a rank skips random numbers of other ranks
-_WORDS = ("choice.allowed", "adapter.lora_targets", "adapter.lora_trained")  # words separated by commas, or a list
+_WORDS = ("choice.allowed", "adapter.lora_targets", "adapter.lora_trained", "parallel.split")
+"""Fields with words that are separated by commas. A list is accepted, too."""
 
 
 class _Draft:

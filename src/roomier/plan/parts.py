@@ -102,6 +102,9 @@ class ParallelPlan(Part):
         schedule: with a ``pipeline_parallel_size``, order of the passes of a rank. ``"gpipe"`` runs all forward passes
             of a step before the backward passes. ``"1f1b"`` alternates both, so that a rank stores the activations of
             at most ``pipeline_parallel_size`` micro-batches. None means ``"1f1b"``.
+        split: with a ``pipeline_parallel_size``, names of the modules at which the stages after the first begin,
+            separated by commas, such as ``"blocks.3,blocks.6"``; the Trainer also accepts a list. An empty text selects
+            them so that the slowest stage is as fast as possible.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
             number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
@@ -128,6 +131,7 @@ class ParallelPlan(Part):
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     schedule: str | None = None
+    split: str = ""
     shard_size: int | None = None
     reduce_dtype: str = "32"
     gradient_compression: str = "none"

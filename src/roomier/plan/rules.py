@@ -223,15 +223,15 @@ def single_has_one_rank(plan: PlanParts) -> Iterator[PlanError]:
 
 def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a shard size that does not divide the number of ranks, a shard size without hsdp, a context size or number
-    of stages that does not fit the plan, and a schedule without stages."""
+    of stages that does not fit the plan, and a schedule or a split without stages."""
     parallel = plan.parallel
     if parallel.context_parallel_size > 1:
         yield from _context_errors(plan, parallel.context_parallel_size)
     if parallel.pipeline_parallel_size > 1:
         yield from _pipeline_errors(plan, parallel.pipeline_parallel_size)
     else:
-        problem = "has no effect with pipeline_parallel_size=1"
-        yield from set_fields(plan, "parallel.schedule", problem, "Set pipeline_parallel_size, or remove it")
+        problem, action = "has no effect with pipeline_parallel_size=1", "Set pipeline_parallel_size, or remove it"
+        yield from set_fields(plan, "parallel.schedule parallel.split", problem, action)
     if parallel.strategy != "hsdp":
         problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
         yield from set_fields(plan, "parallel.shard_size", problem, "Use strategy='hsdp', or remove shard_size")
@@ -282,6 +282,10 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     elif parallel.num_ranks % size:
         action = f"Use pipeline_parallel_size={_nearest_divisor(parallel.num_ranks, size)}"
         yield PlanError(field, size, f"must divide the number of ranks ({parallel.num_ranks})", action)
+    if parallel.split and len(names := parallel.split.split(",")) != size - 1:
+        problem = f"has {len(names)} names, but must have one for each of the {size} stages after the first"
+        action = f"Use pipeline_parallel_size={len(names) + 1}, or name {size - 1} modules"
+        yield PlanError("parallel.split", parallel.split, problem, action)
     problem = f"is not implemented with pipeline_parallel_size={size}"
     for fields, action in _WITHOUT_PIPELINES.items():
         yield from set_fields(plan, fields, problem, f"{action}, or pipeline_parallel_size=1")

@@ -60,7 +60,8 @@ def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: P
     batch = precision_of(plan.precision.mode, _CPU).convert_batch(map_tensors(_with_values, batch))
     trace = trace_of_step(module, "training_step", batch, plan, [of_module[each] for each in blocks])
     size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
-    return find_pipeline(network, blocks, trace, size, schedule), trace
+    split = [each for each in parallel.split.split(",") if each]
+    return find_pipeline(network, blocks, trace, size, schedule, split), trace
 
 
 def _with_values(tensor: Tensor) -> Tensor:

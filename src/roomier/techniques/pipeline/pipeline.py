@@ -68,15 +68,21 @@ class Pipeline:
 
 
 def find_pipeline(
-    network: nn.Module, blocks: Sequence[nn.Module], trace: Trace, num_stages: int, schedule: str
+    network: nn.Module,
+    blocks: Sequence[nn.Module],
+    trace: Trace,
+    num_stages: int,
+    schedule: str,
+    split: Sequence[str] = (),
 ) -> Pipeline:
     """Divide the events of ``trace`` into stages, so that the slowest stage is as fast as possible.
 
-    Stages begin at blocks if the step calls enough blocks. The time of an event is proportional to the number of
-    elements in the weights that it multiplies.
+    Stages begin at the first calls of the units ``split``, otherwise at blocks if the step calls enough blocks. The
+    time of an event is proportional to the number of elements in the weights that it multiplies.
 
     Raises:
-        PlanError: the step has fewer events than ``num_stages``.
+        PlanError: the step has fewer events than ``num_stages``, does not call a unit of ``split``, or calls these
+            units in another order.
     """
     units = find_units(network, blocks)
     names = [event.unit for event in trace.events]
@@ -89,7 +95,15 @@ def find_pipeline(
         problem = f"a step calls only {len(names)} modules with parameters ({', '.join(names)})"
         raise PlanError(FIELD, num_stages, problem, f"Use at most {FIELD}={len(names)}, or strategy='zero3'")
     times = [sum(each.numel() for each in _multiplied(units[name])) for name in names]
-    cuts = _balanced(times, begins, num_stages)
+    places = {names[number]: number for number in reversed(separate)}  # of the first calls
+    if unknown := [each for each in split if each not in places]:
+        problem = "is not a module at which a stage can begin"
+        raise PlanError("split", unknown[0], problem, f"Use names from {[*reversed(places)]}, or remove split")
+    cuts = [places[each] for each in split] or _balanced(times, begins, num_stages)
+    if any(a >= b for a, b in pairwise(cuts)):
+        problem = "must contain different modules in the order of their calls in a step"
+        in_order = [each for each in reversed(places) if each in split]
+        raise PlanError("split", ",".join(split), problem, f"Use the order {in_order}, or remove split")
     users: dict[str, set[int]] = {}
     for stage, (first, last) in enumerate(pairwise([0, *cuts, len(names)])):
         is_last = last == len(names)
