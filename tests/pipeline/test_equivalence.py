@@ -38,6 +38,38 @@ def test_a_fit_matches_one_process(on_ranks: RankPool) -> None:
     )
 
 
+def sharded(strategy: str, network: str = "gpt", **options: object) -> Case:
+    return replace(staged(network, 4, **options), strategy=strategy)
+
+
+def test_a_fit_with_sharded_stages_matches_one_process(on_ranks: RankPool) -> None:
+    check(
+        on_ranks,
+        sharded("zero1"),
+        sharded("zero2", of_strategy={"schedule": "gpipe"}),
+        sharded("zero3", accumulate=5),
+        sharded("zero3", "mixtral", is_sum=True, of_strategy={"find_unused_parameters": True}),
+    )
+
+
+@pytest.mark.more
+def test_each_model_with_sharded_stages(on_ranks: RankPool) -> None:
+    strategies, schedules = ["zero1", "zero2", "zero3"], ["gpipe", "1f1b"]
+    check(
+        on_ranks,
+        *[
+            sharded(
+                strategies[index % 3], model, accumulate=1 + index % 4, of_strategy={"schedule": schedules[index % 2]}
+            )
+            for index, model in enumerate(MODELS)
+            if "mixtral" not in model  # ranks use different experts
+        ],
+        sharded("zero1", of_strategy={"schedule": "gpipe"}),
+        sharded("zero2"),
+        sharded("zero3", levers={"activation_checkpointing": "full"}, of_strategy={"schedule": "gpipe"}),
+    )
+
+
 @pytest.mark.more
 def test_each_model(on_ranks: RankPool) -> None:
     check(on_ranks, *[staged(model, accumulate=1 + index % 5) for index, model in enumerate(MODELS)])

@@ -66,11 +66,11 @@ def loader() -> DataLoader[Any]:
 
 def trainer_of(folder: str, num_stages: int, **options: Any) -> roomier.Trainer:
     return roomier.Trainer(
-        strategy="single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
-        devices=num_stages,
         accelerator="cpu",
         default_root_dir=folder,
         **{
+            "strategy": "single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
+            "devices": num_stages,
             "precision": "64-true",
             "seeding": "events",
             "accumulate_grad_batches": 2,

@@ -36,8 +36,7 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
 @pytest.mark.parametrize(
     ("strategy", "flags", "message"),
     [
-        ({"name": "zero3"}, {}, "Use strategy='ddp', or pipeline_parallel_size=1"),
-        ({"name": "hsdp", "shard_size": 2}, {}, "only with strategy 'ddp'"),
+        ({"name": "hsdp", "shard_size": 2}, {}, "only with 'ddp', 'zero1', 'zero2' and 'zero3', not 'hsdp'"),
         ({"name": "auto"}, {}, "pipelines have no forecast yet"),
         ({"pipeline_parallel_size": 3}, {}, "Use pipeline_parallel_size=2"),
         ({"pipeline_parallel_size": 0}, {}, "must be at least 1"),

@@ -194,9 +194,11 @@ def test_initial_weights(on_ranks: RankPool, tmp_path: Path) -> None:
     on_ranks(4, read_weights, tmp_path / "c", tmp_path / "model.safetensors", 2)
 
 
-def fit(path: Path, num_ranks: int, num_stages: int, max_steps: int, start: Path | None) -> list[str]:
+def fit(
+    path: Path, num_ranks: int, num_stages: int, max_steps: int, start: Path | None, strategy: str = "ddp"
+) -> list[str]:
     seed_everything(0)
-    staged = {"name": "ddp", "pipeline_parallel_size": num_stages}
+    staged = {"name": strategy, "pipeline_parallel_size": num_stages}
     trainer = Trainer(
         default_root_dir=path.parent,
         accelerator="cpu",
@@ -221,13 +223,15 @@ def test_a_fit_resumes_from_the_checkpoint_of_a_pipeline(on_ranks: RankPool, tmp
     names = on_ranks(2, fit, first, 2, 2, 3, None)
     assert names[0] != names[1]
     on_ranks(1, fit, tmp_path / "one", 1, 1, 7, first)
-    on_ranks(4, fit, middle, 4, 2, 5, first)
+    on_ranks(4, fit, middle, 4, 2, 5, first, "zero2")
+    on_ranks(1, fit, tmp_path / "later", 1, 1, 6, middle)
+    on_ranks(4, fit, tmp_path / "shards", 4, 2, 7, tmp_path / "later", "zero3")
     on_ranks(3, fit, tmp_path / "three", 3, 3, 7, middle)
     on_ranks(2, fit, tmp_path / "cut", 2, 2, 7, first)
     on_ranks(2, fit, tmp_path / "uncut", 2, 2, 7, None)
-    states = {name: checkpoint.load(tmp_path / name) for name in ("whole", "one", "three", "cut", "uncut")}
+    states = {name: checkpoint.load(tmp_path / name) for name in ("whole", "one", "three", "shards", "cut", "uncut")}
     of_optimizer = {name: state["optimizers"][0]["state"] for name, state in states.items()}
-    for name in ("one", "three", "cut"):
+    for name in ("one", "three", "shards", "cut"):
         torch.testing.assert_close(states[name]["module"], states["whole"]["module"], msg=name)
         torch.testing.assert_close(of_optimizer[name], of_optimizer["whole"], msg=name)
     for section in ("module", "optimizers"):

@@ -5,6 +5,7 @@ import ctypes
 import os
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -149,11 +150,28 @@ def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
     return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
 
 
-def mesh_without_groups(device_type: str, ranks: Sequence[int]) -> Any:
+def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]]) -> Any:
     """Return a DeviceMesh of ``ranks`` that creates no process groups, so its tensors cannot be redistributed."""
     from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
     return DeviceMesh(device_type, list(ranks), _init_backend=False)
+
+
+def add_plain_copies(network: nn.Module, memo: dict[int, Any]) -> None:
+    """Add to ``memo``, for each module in ``network`` that is sharded by ``fully_shard``, a copy with the original
+    class and without the hooks of ``fully_shard``. ``copy.deepcopy`` rejects these modules, but accepts ``memo``."""
+    sharded: list[Any] = [each for each in network.modules() if hasattr(each, "_get_fsdp_state")]
+    for each in sharded:  # all copies before their contents, which can refer to each other
+        memo[id(each)] = object.__new__(type(each).__mro__[each._orig_cls_mro_index])
+    for each in sharded:
+        state = each._get_fsdp_state()
+        memo[id(state)] = state  # an attribute of the module, which the copy does not use
+        handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        added = {hook.id for handle in handles for hook in getattr(handle, "handles", (handle,))}
+        own = dict(each.__dict__)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            own[name] = OrderedDict((number, hook) for number, hook in own[name].items() if number not in added)
+        memo[id(each)].__dict__.update(copy.deepcopy(own, memo))
 
 
 def offsets_of_shard(tensor: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from roomier.api.blocks import open_blocks
 from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
 from roomier.core.host_memory import retain_freed_blocks
@@ -18,7 +19,6 @@ from roomier.engine.facts import OWNERS, Facts
 from roomier.engine.materialise import TakenWeights, on_meta, replace_parameters, shards_parameters
 from roomier.plan import Plan
 from roomier.plan.choices import averages_itself
-from roomier.plan.parts import ParallelPlan
 from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.pipeline.pipeline import Pipeline
 
@@ -51,18 +51,22 @@ def divide(plan: Plan, facts: Facts, taken: TakenWeights | None = None) -> Paral
     if ranks.is_alone or wanted.strategy == "single":  # a trace has one replica among fake peers
         return Parallel()
     earlier: Shards | None = network.__dict__.get(_SHARDS)
-    if earlier is not None and not shards_parameters(plan, ranks):
+    is_whole = ranks.mesh.shard == 1 if facts.pipeline is not None else not shards_parameters(plan, ranks)
+    if earlier is not None and is_whole:
         raise _sharded_differently(network)
-    if (pipeline := facts.pipeline) is not None:
-        return _stages(facts, pipeline, wanted, taken)
+    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
+    if facts.pipeline is not None:
+        _move_to_stages(facts, facts.pipeline, taken)
+        if is_whole:
+            from roomier.techniques.parallel.stages import Stages  # late import: unused by one process
+
+            return Stages(network, ranks, network.__dict__[OWNERS], wire_dtype)
     if averages_itself(plan.optimizer.name):
         from roomier.techniques.parallel.replicate import OwnGradients  # late import: unused by one process
 
         return OwnGradients(network, ranks)
-    from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
-
-    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
-    if wanted.strategy == "ddp":
+    if is_whole:
+        from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
         from roomier.techniques.parallel.replicate import Replicas  # late import: a single process does not need it
 
         take_values_of_rank_zero(network, ranks)  # DDP also does this, but is created after the first step, or never
@@ -74,9 +78,15 @@ def divide(plan: Plan, facts: Facts, taken: TakenWeights | None = None) -> Paral
             wanted=wanted,
             wire_dtype=wire_dtype,
         )
+    return _sharded(plan, facts, earlier, wire_dtype)
+
+
+def _sharded(plan: Plan, facts: Facts, earlier: Shards | None, wire_dtype: torch.dtype | None) -> Parallel:
     from roomier.techniques.parallel import shard  # late import: a single process does not need it
+    from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: as above
     from roomier.techniques.parallel.mesh import make_mesh  # late import: as above
 
+    network, device, ranks, wanted = facts.network, facts.device, facts.ranks, plan.parallel
     sharding = shard.Sharding(
         mesh=make_mesh(device.type, wanted.mesh_on(ranks.world)),
         frees_parameters=wanted.strategy in ("zero3", "hsdp"),
@@ -98,16 +108,20 @@ def divide(plan: Plan, facts: Facts, taken: TakenWeights | None = None) -> Paral
         _retain_memory_of_steps(plan, network)
     shard.check_shardable(network)
     shard.lay_out_by_rows(network)
-    take_values_of_rank_zero(network, ranks)
-    shards = shard.Shards(network, sharding, facts.blocks)
+    if facts.pipeline is not None:
+        from roomier.techniques.parallel.sharded_stages import ShardedStages  # late import: as above
+
+        shards: Shards = ShardedStages(network, sharding, open_blocks(facts.blocks), ranks, network.__dict__[OWNERS])
+    else:
+        take_values_of_rank_zero(network, ranks)
+        shards = shard.Shards(network, sharding, facts.blocks)
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # not by setattr, which would register the shards as a submodule
     return shards
 
 
-def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan, taken: TakenWeights | None) -> Parallel:
+def _move_to_stages(facts: Facts, pipeline: Pipeline, taken: TakenWeights | None) -> None:
     from roomier.techniques.parallel.agree import take_values_of_rank_zero  # late import: unused by one process
-    from roomier.techniques.parallel.stages import Stages  # late import: as above
 
     network, stage = facts.network, facts.ranks.mesh.stage_index
     if not facts.is_staged:
@@ -118,8 +132,6 @@ def _stages(facts: Facts, pipeline: Pipeline, wanted: ParallelPlan, taken: Taken
         if taken is not None:
             taken.move_to_stages(owners, stage)
             taken.restore(network, network, facts.device)
-    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
-    return Stages(network, facts.ranks, network.__dict__[OWNERS], wire_dtype)
 
 
 def _retain_memory_of_steps(plan: Plan, network: nn.Module) -> None:

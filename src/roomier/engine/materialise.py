@@ -400,9 +400,11 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
 
 
 def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
-    """Return whether the strategy of ``plan`` shards parameters across ranks."""
-    is_whole = plan.parallel.strategy in ("single", "ddp") or averages_itself(plan.optimizer.name)
-    return not ranks.is_alone and not is_whole
+    """Return whether the strategy of ``plan`` shards parameters across ranks. In a pipeline, only the parameters of a
+    stage are sharded, after they were moved to it."""
+    parallel = plan.parallel
+    is_whole = parallel.strategy in ("single", "ddp") or averages_itself(plan.optimizer.name)
+    return not (ranks.is_alone or is_whole or parallel.pipeline_parallel_size > 1)
 
 
 def _cut_of(plan: Plan, ranks: Ranks, in_stages: bool) -> Cut:

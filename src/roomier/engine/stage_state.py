@@ -19,8 +19,9 @@ from roomier.checkpoint.agree import together
 from roomier.checkpoint.tree import TensorSpec
 from roomier.core import torch_private
 from roomier.core.ranks import Ranks
-from roomier.core.sharded import local_part
+from roomier.core.sharded import is_sharded, local_part, with_local_part
 from roomier.core.tree import map_tensors
+from roomier.engine.optimizer_state import shard_like
 
 
 class StageState:
@@ -64,13 +65,19 @@ class StageState:
         return {name: made.get(self._first_names.get(name, ""), each) for name, each in weights.items()}
 
     def own_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``weights``, a state dict of the full model, with plain tensors. Parameters that this stage does not
-        store are on the meta device."""
-        absent = {name: each for name, each in self._network.named_parameters(remove_duplicate=False) if each.is_meta}
-        return {
-            name: absent.get(name, local_part(each) if isinstance(each, Tensor) else each)
-            for name, each in weights.items()
-        }
+        """Return ``weights``, a state dict of the full model, with the shards of this rank. Parameters that this
+        stage does not store are on the meta device."""
+        parameters = dict(self._network.named_parameters(remove_duplicate=False))
+
+        def own(name: str, value: Any) -> Any:
+            parameter = parameters.get(name)
+            if not isinstance(value, Tensor) or parameter is None:
+                return local_part(value) if isinstance(value, Tensor) else value
+            if parameter.is_meta:
+                return parameter
+            return with_local_part(parameter, local_part(value)) if is_sharded(value) else shard_like(parameter, value)
+
+        return {name: own(name, each) for name, each in weights.items()}
 
     def full_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``state``, a result of :func:`roomier.engine.optimizer_state.optimizer_state`, with the states of all
@@ -101,16 +108,17 @@ class StageState:
         return map_tensors(place, values, is_leaf=lambda each: isinstance(each, TensorSpec))
 
     def _placed(self, values: Tensor | TensorSpec, stages: Iterable[int]) -> Tensor:
-        """Return a DTensor with the shape of ``values``, replicated on the ranks of ``stages``."""
+        """Return a DTensor with the shape of ``values``, replicated on ``stages`` and sharded like ``values``."""
         from torch.distributed.tensor import DTensor, Replicate  # slow to import
 
         like = torch.empty(values.shape, dtype=values.dtype, device="meta")
         local = torch.empty([0] * like.dim(), dtype=like.dtype)
         if isinstance(values, Tensor) and not values.is_meta:
-            local = values.detach()
-        ranks = [rank for rank, stage in enumerate(self._stages) if stage in stages]
-        mesh = torch_private.mesh_without_groups(local.device.type, ranks)
-        return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=like.shape, stride=like.stride())
+            local = local_part(values.detach())
+        own = values.placements if isinstance(values, DTensor) else [Replicate()]
+        ranks = [[rank for rank, stage in enumerate(self._stages) if stage == each] for each in stages]
+        mesh, own = torch_private.mesh_without_groups(local.device.type, ranks), [Replicate(), *own]
+        return DTensor.from_local(local, mesh, own, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:

@@ -64,7 +64,7 @@ class StagedEngine(EagerEngine):
         try:
             for action in actions:
                 if not action.is_forward:
-                    self._run_backward_of(action.index)
+                    self._run_backward_of(action.index, is_last=action.index == len(batches) - 1)
                 elif not self._run_forward_of(window, action.index, batches[action.index]):
                     return self._end_window(window)
             self._wait_for_sends(self._sends)
@@ -104,8 +104,11 @@ class StagedEngine(EagerEngine):
         if self._next is None:
             self._micro_batch(window, index, on_device)
             return True
+        for begin_micro_batch in self._moments.begin_micro_batch:
+            begin_micro_batch(is_first=index == 0 and self.hooks.zero_grad is None, is_last=False)
+        runner = self._parallel.runner
         with self._context():
-            window.step(on_device, index)
+            window.step(on_device, index) if runner is None else runner(window.step, on_device, index)
         if self.hooks.zero_grad is not None and index == 0:
             for optimizer in self.optimizers:
                 self.hooks.zero_grad(optimizer)
@@ -113,7 +116,7 @@ class StagedEngine(EagerEngine):
         self._send(graph.outputs, self._next, graph.sends)
         return True
 
-    def _run_backward_of(self, index: int) -> None:
+    def _run_backward_of(self, index: int, *, is_last: bool) -> None:
         graph = self._graphs.pop(index)
         if self._next is not None:
             outputs = [each for value, each in zip(graph.plan.sent, graph.outputs, strict=True) if graph.trains(value)]
@@ -121,8 +124,13 @@ class StagedEngine(EagerEngine):
             self._wait_for_sends(graph.sends)  # complete, because the next stage has used the outputs
             for before in self.hooks.before_backward:
                 before(torch.zeros((), device=self.device))  # this stage has no loss
+            self._stages.set_last(is_last=is_last)
+            for begin_backward in self._moments.begin_backward:
+                begin_backward()
             with self._backward_context():
                 torch.autograd.backward(outputs, gradients)
+            for end_backward in self._moments.end_backward:
+                end_backward()
             for after in self.hooks.after_backward:
                 after()
         if self._previous is not None:

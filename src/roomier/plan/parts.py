@@ -96,9 +96,9 @@ class ParallelPlan(Part):
         context_parallel_size: number of consecutive ranks that share each sequence, so that each rank saves the
             activations of only a slice of the sequence. The size must divide the number of ranks and of attention
             heads. 1 gives each rank its own sequences.
-        pipeline_parallel_size: with ``"ddp"``, number of stages, which are consecutive parts of the model. Each rank
-            stores and computes one stage, and the remaining factor of the number of ranks is data-parallel. 1 computes
-            the full model on each rank.
+        pipeline_parallel_size: with ``"ddp"`` and ``"zero1"`` to ``"zero3"``, number of stages, which are consecutive
+            parts of the model. Each rank computes one stage, and the remaining factor of the number of ranks is
+            data-parallel. 1 computes the full model on each rank.
         schedule: with a ``pipeline_parallel_size``, order of the passes of a rank. ``"gpipe"`` runs all forward passes
             of a step before the backward passes. ``"1f1b"`` alternates both, so that a rank stores the activations of
             at most ``pipeline_parallel_size`` micro-batches. None means ``"1f1b"``.
@@ -154,10 +154,12 @@ class ParallelPlan(Part):
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks across which one replica of the optimizer states is sharded."""
+        """Number of ranks across which one replica of the optimizer states, or of those of a stage, is sharded."""
         if self.strategy in ("single", "ddp", "auto"):
             return 1
-        return (self.shard_size or self.devices) if self.strategy == "hsdp" else self.num_ranks
+        if self.strategy == "hsdp":
+            return self.shard_size or self.devices
+        return self.num_ranks // self.pipeline_parallel_size
 
     @property
     def num_peers(self) -> int:

@@ -275,10 +275,10 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     """Reject a number of stages that the strategy or the number of ranks does not support, and techniques that are not
     implemented for stages."""
     parallel, field = plan.parallel, "parallel.pipeline_parallel_size"
-    if parallel.strategy != "ddp":
+    if parallel.strategy not in ("ddp", "zero1", "zero2", "zero3"):
         reason = ", because pipelines have no forecast yet" if parallel.strategy == "auto" else ""
-        problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}{reason}"
-        yield PlanError(field, size, problem, "Use strategy='ddp', or pipeline_parallel_size=1")
+        problem = f"is supported only with 'ddp', 'zero1', 'zero2' and 'zero3', not {parallel.strategy!r}{reason}"
+        yield PlanError(field, size, problem, "Use strategy='zero2', or pipeline_parallel_size=1")
     elif parallel.num_ranks % size:
         action = f"Use pipeline_parallel_size={_nearest_divisor(parallel.num_ranks, size)}"
         yield PlanError(field, size, f"must divide the number of ranks ({parallel.num_ranks})", action)

@@ -335,7 +335,7 @@ class Vote:
     A vote is sent asynchronously and read at the next vote, so all ranks receive the outcome one vote later.
 
     Attributes:
-        is_split: True if ``same`` was different on two ranks in a completed vote.
+        is_split: True if ``same`` was different on two ranks of a stage in a completed vote.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -348,13 +348,13 @@ class Vote:
 
         Args:
             wishes: integers that this rank proposes.
-            same: number that must be equal on all ranks.
+            same: number that must be equal on all ranks of a stage.
 
         Returns:
             The outcome of the previous vote; None for the first vote.
         """
         outcome = self._arrived()
-        ballot = _ballot(wishes, same)
+        ballot = self._ballot(wishes, same)
         self._sent = dist.all_reduce(ballot, dist.ReduceOp.MAX, async_op=True), ballot
         return outcome
 
@@ -362,7 +362,7 @@ class Vote:
         """Wait for all ranks. Return the maximum of ``wishes`` over all ranks and over a vote that is still in
         progress."""
         before = self._arrived()
-        ballot = _ballot(wishes, same)
+        ballot = self._ballot(wishes, same)
         if not self._ranks.is_alone:
             dist.all_reduce(ballot, dist.ReduceOp.MAX)
         return [max(pair) for pair in zip(self._read(ballot), before or wishes, strict=True)]
@@ -375,10 +375,11 @@ class Vote:
         return self._read(ballot)
 
     def _read(self, ballot: Tensor) -> list[int]:
-        *outcome, largest, negative_of_least = ballot.tolist()
-        self.is_split = self.is_split or largest != -negative_of_least
+        outcome = ballot.tolist()
+        of_stages = [(outcome.pop(), outcome.pop()) for _ in range(self._ranks.mesh.stage)]
+        self.is_split = self.is_split or any(negative_of_least != -largest for negative_of_least, largest in of_stages)
         return outcome
 
-
-def _ballot(wishes: Sequence[int], same: int) -> Tensor:
-    return torch.tensor([*wishes, same, -same], dtype=torch.int64)
+    def _ballot(self, wishes: Sequence[int], same: int) -> Tensor:
+        is_own = (stage == self._ranks.mesh.stage_index for stage in range(self._ranks.mesh.stage))
+        return torch.tensor([*wishes, *(each if own else -(2**62) for own in is_own for each in (same, -same))])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from roomier.core.errors import RoomierError
+from roomier.core.mesh import CONTEXT, OUTER
 from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.core.sharded import is_sharded, local_part
@@ -44,9 +45,11 @@ def log_visual(
     if not takes(run.trainer.loggers, method):
         run.loggers.show(method, key, value, run.log_step)  # each logger reports that it cannot show the value
         return
-    if not run.ranks.is_alone and is_sharded(value):  # every rank has a shard, so every rank must call this function
+    if not run.ranks.is_alone and is_sharded(value):  # every rank of a stage has a shard, so it must call this function
         if method == "log_histogram":
-            value = histograms(run.ranks, {key: value}, lambda look: look(value, local_part(value)), bins).get(key)
+            value = histograms(
+                run.ranks.along(CONTEXT, *OUTER), {key: value}, lambda look: look(value, local_part(value)), bins
+            ).get(key)
         else:
             value = value.full_tensor()
     if value is None or not len(run.loggers) or run.results.is_muted:
@@ -76,9 +79,9 @@ def histograms(
         visit: calls its argument with each of these tensors and this rank's values of it, such as its gradient. It is
             called twice.
     """
-    stored = ranks.gather([not each.is_meta for each in tensors.values()])  # a stage stores some of the tensors
-    first = [of_ranks.index(max(of_ranks)) for of_ranks in zip(*stored, strict=True)]
-    index = {each: i for i, each in enumerate(tensors.values()) if _is_counted_here(each, first[i] == ranks.world.rank)}
+    own = [_first_with(each, ranks) for each in tensors.values()]  # a stage stores some of the tensors
+    first = [min(of_ranks) for of_ranks in zip(*ranks.gather(own), strict=True)]
+    index = {each: i for i, each in enumerate(tensors.values()) if own[i] == first[i] and _is_first_copy(each)}
     extents: dict[int, Tensor] = {}
     counts: dict[int, Tensor] = {}
 
@@ -108,8 +111,16 @@ def histograms(
     return {name: Histogram(row, its_edges) for name, row, its_edges in found if any(row)}
 
 
-def _is_counted_here(tensor: Tensor, is_first: bool) -> bool:
+def _first_with(tensor: Tensor, ranks: Ranks) -> int:
+    """Return the first of the ranks that store ``tensor`` together with this rank. A rank stores a full tensor
+    alone."""
+    if is_sharded(tensor):
+        return int(tensor.device_mesh.mesh.min())
+    return ranks.world.size if tensor.is_meta else ranks.world.rank
+
+
+def _is_first_copy(tensor: Tensor) -> bool:
     if not is_sharded(tensor):
-        return is_first
+        return True
     coordinate = tensor.device_mesh.get_coordinate() or ()
     return not any(at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())

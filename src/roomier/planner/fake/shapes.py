@@ -69,6 +69,7 @@ def copied_module(module: Module, memo: dict[int, Any]) -> Module:
     if trainer is not None:
         memo[id(trainer)] = trainer
     try:
+        torch_private.add_plain_copies(module, memo)
         copied = copy.deepcopy(module, memo)
     except RoomierError:
         raise

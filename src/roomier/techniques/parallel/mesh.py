@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from roomier.core import torch_private
-from roomier.core.mesh import REPLICATE, SHARD, Mesh
+from roomier.core.mesh import REPLICATE, SHARD, STAGE, Mesh
 
 _group: Any = None  # process group to which the cached meshes belong
-_meshes: dict[tuple[str, int, int], DeviceMesh] = {}
+_meshes: dict[tuple[str, int, int, int], DeviceMesh] = {}
 
 
 def make_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
     """Return the mesh with the dimension ``shard``, or with ``replicate`` and ``shard`` if there are several replicas.
+    In a pipeline, the mesh contains the ranks of one stage.
 
     The mesh is created once for the default process group; see [Note: one mesh].
 
@@ -30,21 +31,22 @@ def make_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
         mesh: arrangement of the ranks.
     """
     global _group
-    num_ranks, num_shards = mesh.world.size, mesh.shards.size
+    key = (device_type, mesh.world.size, mesh.shards.size, mesh.stage)
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run
-        return _create(device_type, num_ranks, num_shards)
+        return _create(*key)
     if dist.group.WORLD is not _group:
         _group = dist.group.WORLD
         _meshes.clear()
-    key = (device_type, num_ranks, num_shards)
     if key not in _meshes:
-        _meshes[key] = _create(device_type, num_ranks, num_shards)
+        _meshes[key] = _create(*key)
     return _meshes[key]
 
 
-def _create(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
+def _create(device_type: str, num_ranks: int, num_shards: int, num_stages: int) -> DeviceMesh:
     with torch_private.without_interception():  # the ranks are stored in real tensors, even in a dry run
         if num_shards == num_ranks:
             return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=(SHARD,))
         shape = (num_ranks // num_shards, num_shards)
+        if num_stages > 1:
+            return init_device_mesh(device_type, shape, mesh_dim_names=(STAGE, SHARD))[SHARD]
         return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))

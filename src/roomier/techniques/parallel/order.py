@@ -42,6 +42,7 @@ class Order:
     Args:
         network: the sharded model.
         units: the units in the order of the network. The first unit is the root.
+        ranks: group of the ranks that store the model; None means all ranks of the run.
         replicas: group of the ranks with the same shard in other replicas; None without replicas.
         is_fixed: whether ranks may skip units. See [Note: a fixed order].
 
@@ -50,10 +51,16 @@ class Order:
     """
 
     def __init__(
-        self, network: nn.Module, units: Sequence[FSDPModule], replicas: dist.ProcessGroup | None, *, is_fixed: bool
+        self,
+        network: nn.Module,
+        units: Sequence[FSDPModule],
+        ranks: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        *,
+        is_fixed: bool,
     ) -> None:
         self.trace = 0
-        self._units, self._replicas, self._is_fixed = units, replicas, is_fixed
+        self._units, self._ranks, self._replicas, self._is_fixed = units, ranks, replicas, is_fixed
         modules = {module: name for name, module in network.named_modules()}
         self._names = ["the root", *(modules[each] for each in units[1:])]
         parameters = {parameter: name for name, parameter in network.named_parameters()}
@@ -128,7 +135,7 @@ class Order:
         if not self._is_fixed:
             return
         is_used = torch.tensor([each for used in self._used for each in used], dtype=torch.uint8)
-        dist.all_reduce(is_used, dist.ReduceOp.MAX)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ranks)
         sharded = (each for unit in self._units for each in torch_private.sharded_parameters_of(unit))
         for parameter, found in zip(sharded, is_used.tolist(), strict=True):
             if not found:

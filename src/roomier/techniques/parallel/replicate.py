@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks, announce, close_connections
+from roomier.core.sharded import local_part
 from roomier.plan.choices import compression_named
 from roomier.plan.parts import ParallelPlan
 from roomier.techniques.parallel.agree import take_values_of_rank_zero
@@ -166,13 +167,14 @@ class Replicas(Parallel):
 
 
 def reduce_gradients(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     ranks: Ranks,
     wire_dtype: torch.dtype | None = None,
     *,
     divisor: int = 1,
 ) -> bool:
-    """Sum the gradients of ``parameters`` over all ranks, and divide them by ``divisor``, in place.
+    """Sum the gradients of ``parameters``, or this rank's shards of them, over all ranks, and divide them by
+    ``divisor``, in place.
 
     A gradient that is missing on some ranks counts as zero.
 
@@ -194,7 +196,7 @@ def reduce_gradients(
         if each.grad is None:
             each.grad = torch.zeros_like(each)
     for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
-        gradients = [each.grad for each in group if each.grad is not None]
+        gradients = [local_part(each.grad) for each in group if each.grad is not None]
         flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
         dist.all_reduce(flat, group=ranks.process_group)
         flat /= divisor
@@ -203,7 +205,7 @@ def reduce_gradients(
     return any(count < ranks.world.size for count in counts)
 
 
-def _dtype_name(parameter: nn.Parameter) -> str:
+def _dtype_name(parameter: Tensor) -> str:
     return str(parameter.dtype)
 
 

@@ -30,7 +30,7 @@ without a dimension as replicated, so optimizers accept sharded and unsharded pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -109,9 +109,20 @@ class Sharding:
         """True if the mesh has several groups of ranks, and each group stores a sharded replica of the model (HSDP)."""
         return self.mesh.ndim > 1
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks of the mesh; None means all ranks of the run."""
+        return None if self.has_copies else self.mesh.get_group()
+
 
 class Shards(Parallel):
     """A network sharded across ranks, with the methods that the engine calls in each step.
+
+    Args:
+        network: the network.
+        sharding: settings of the sharding.
+        blocks: the blocks of the network.
+        absent: parameters of other stages of a pipeline. A module with such a parameter is not a unit.
 
     Attributes:
         sharding: settings of the sharding.
@@ -128,9 +139,16 @@ class Shards(Parallel):
 
     allows_inference_mode = False
 
-    def __init__(self, network: nn.Module, sharding: Sharding, blocks: Sequence[nn.Module]) -> None:
-        self.sharding = sharding
-        self._whole = WholeParameters(network, sharding.mesh.size() if sharding.by_hand else 1)
+    def __init__(
+        self,
+        network: nn.Module,
+        sharding: Sharding,
+        blocks: Sequence[nn.Module],
+        absent: Set[nn.Parameter] = frozenset(),
+    ) -> None:
+        self.sharding, self._absent = sharding, absent
+        whole = [each for each in network.parameters() if is_whole(each) and each not in absent]
+        self._whole = WholeParameters(whole, sharding.group, sharding.mesh.size() if sharding.by_hand else 1)
         self.late_parameters = self._whole.parameters
         self._reductions = Reductions()
         self._was_gathered = False
@@ -140,6 +158,7 @@ class Shards(Parallel):
         # If some ranks may skip a layer, its forward pass must not start a collective. In this case, only blocks become
         # units, and all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
+        units = [each for each in units if absent.isdisjoint(each.parameters())]
         # The root is sharded first, because it includes small layers from inside the units. Autocast casts the
         # parameters of the root that are weights of matrix products.
         in_root = root_parameters_of(units, sharding.compute_dtype)
@@ -149,7 +168,7 @@ class Shards(Parallel):
         self.root_parameters = [each for unit in units for each in unit.parameters() if isinstance(each, DTensor)]
         parts = [self._shard_unit(unit) for unit in units]
         replicas = sharding.mesh.get_group(REPLICATE) if sharding.has_copies else None
-        self._order = Order(network, self._cuts, replicas, is_fixed=sharding.finds_unused)
+        self._order = Order(network, self._cuts, sharding.group, replicas, is_fixed=sharding.finds_unused)
         self.runner.register_forward_hook(lambda *_: self._order.end_forward())
         # In a fixed order, ranks that run a unit must not start its all-gather earlier than ranks that skip it.
         is_sequential = sharding.is_sequential or sharding.finds_unused
@@ -165,6 +184,9 @@ class Shards(Parallel):
             # An explicit list replaces implicit prefetching. Prefetching an unsharded unit is a no-op.
             for unit in self._units:
                 unit.set_modules_to_backward_prefetch([unit])
+
+    def __deepcopy__(self, memo: object) -> Shards:
+        return self  # an attribute of the network, whose copies for a trace are not sharded
 
     def begin_run(self) -> None:
         """Set whether each unit is resharded after its forward pass. Call this method after all forward methods have
@@ -185,12 +207,12 @@ class Shards(Parallel):
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Configure the collectives for the next micro-batch of a step, before its forward pass."""
-        self._is_last = is_last
         self._order.begin_forward()
         if is_first:
             self._whole.begin_step()
         is_pairwise = self.sharding.is_pairwise
         self._reductions.window += is_first and is_pairwise and self._may_gradients_come_later()
+        self.set_last(is_last=is_last)
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
@@ -202,9 +224,14 @@ class Shards(Parallel):
         if is_first:  # a step that a hook interrupted may have left unreduced gradients
             for unit in self._units:
                 torch_private.forget_unreduced_gradients(unit)
-        root = self._units[0]
-        root.set_requires_gradient_sync(is_last)
-        root.set_reshard_after_backward(is_last)
+
+    def set_last(self, *, is_last: bool) -> None:
+        """Set whether the next backward pass is the last one of its step."""
+        self._is_last = is_last
+        if not self.sharding.reduces_each_micro_batch:
+            root = self._units[0]
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
         # A gradient must be complete immediately if a user hook reads the gradient, or if fully_shard accumulates the
@@ -281,7 +308,9 @@ class Shards(Parallel):
         """
         sharding = self.sharding
         sharded = {each for module in modules for each in module.parameters() if isinstance(each, DTensor)}
-        dtypes = {each.dtype for module in modules for each in sharded_parameters(module) if each.requires_grad}
+        own = [each for module in modules for each in sharded_parameters(module)]
+        trained = [each for each in own if each.requires_grad] or own  # frozen parameters can be unfrozen later
+        dtypes = {each.dtype for each in trained}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         # Autocast casts the inputs. torch 2.15 changes the meaning of reduce_dtype=None, so reduce_dtype is always set.
         policy = MixedPrecisionPolicy(
@@ -299,7 +328,7 @@ class Shards(Parallel):
             mesh=sharding.mesh,
             reshard_after_forward=frees,
             mp_policy=policy,
-            ignored_params={*self._whole.parameters, *sharded, *in_units} or None,
+            ignored_params={*self._whole.parameters, *self._absent, *sharded, *in_units} or None,
         )[0]
         number = len(self._cuts)
         self._cuts.append(unit)
@@ -311,14 +340,14 @@ class Shards(Parallel):
         if sharding.is_pairwise:
             # The gradients of an individual micro-batch already have compute_dtype, so they are sent in this dtype.
             # The gradients are summed in full precision.
-            own = compute_dtype if sharding.reduces_each_micro_batch else None
+            sent = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,
                 may_wait=dtypes <= {sum_dtype}
                 and not sharding.has_copies
                 and not sharding.by_hand
                 and not sharding.is_sequential,
-                wire_dtype=sharding.wire_dtype or own,
+                wire_dtype=sharding.wire_dtype or sent,
                 send_header=lambda group: self._order.reduce_scatter(number, group),
             )
             all_gather = PairwiseAllGather(lambda group: self._order.all_gather(number, group))
@@ -464,16 +493,15 @@ class WholeParameters:
     """The unsharded parameters of a network, with the methods that :class:`Shards` calls in each step.
 
     Args:
-        network: model before it is sharded.
-        num_shares: number by which the sum of the gradients over the ranks is divided.
-
-    Attributes:
         parameters: all unsharded parameters, trained or frozen.
+        group: process group of the ranks that store these parameters; None means all ranks.
+        num_shares: number by which the sum of the gradients over the ranks is divided.
     """
 
-    def __init__(self, network: nn.Module, num_shares: int = 1) -> None:
-        self.parameters = [each for each in network.parameters() if is_whole(each)]
-        self._num_shares = num_shares
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None, num_shares: int = 1
+    ) -> None:
+        self.parameters, self._group, self._num_shares = parameters, group, num_shares
         self._kept: dict[nn.Parameter, Tensor] | None = None
 
     def begin_step(self) -> None:
@@ -514,7 +542,7 @@ class WholeParameters:
             if each.grad is None:
                 has_gradient[number].zero_()
         together = torch.stack([values, has_gradient])
-        dist.all_reduce(together)
+        dist.all_reduce(together, group=self._group)
         sums, num_with = together[0] / self._num_shares, together[1]
         for number, each in enumerate(parameters):
             if each.grad is not None:

@@ -4,20 +4,21 @@ pass of a step."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roomier.core.mesh import OUTER, STAGE
+from roomier.core.mesh import REPLICATE, STAGE
 from roomier.core.ranks import Ranks
 from roomier.techniques.parallel.parallel import Parallel
 from roomier.techniques.parallel.replicate import reduce_gradients
 
 
 class Stages(Parallel):
-    """Network of which each rank stores one stage. Ranks of the same stage have the same parameters and different
-    samples.
+    """Network of which each rank stores one stage, or a shard of it. Ranks of the same stage have the same parameters,
+    or shards of them, and different samples.
 
     Parameters of other stages are *absent*: they have their names and shapes, but are on the meta device.
 
@@ -35,11 +36,8 @@ class Stages(Parallel):
         owners: Mapping[str, tuple[int, ...]],
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._replicas, self._column, self._wire_dtype = ranks.along(*OUTER), ranks.along(STAGE), wire_dtype
-        self._stage = ranks.mesh.stage_index
-        named = list(network.named_parameters())
-        self._owners: dict[Tensor, tuple[int, ...]] = {each: owners[name] for name, each in named}
-        self._own = [each for name, each in named if self._stage in owners[name]]
+        self._replicas, self._column, self._wire_dtype = ranks.along(REPLICATE), ranks.along(STAGE), wire_dtype
+        self._network, self._owners_by_name, self._stage = network, owners, ranks.mesh.stage_index
         of_stages = ranks.mesh.along(STAGE)[::-1]
         self._sharing = {
             stages: ranks.among([of_stages[stage] for stage in stages])
@@ -47,9 +45,17 @@ class Stages(Parallel):
             if len(stages) > 1 and self._stage in stages
         }
 
+    def set_last(self, *, is_last: bool) -> None:
+        """Set whether the next backward pass is the last one of its step."""
+
+    @cached_property
+    def _owners(self) -> Mapping[Tensor, tuple[int, ...]]:
+        self.release()  # before reading parameters by name
+        return {each: self._owners_by_name[name] for name, each in self._network.named_parameters()}
+
     def reduce(self) -> None:
         """Sum the gradients of shared weights over the stages that use them, and all gradients over the replicas."""
-        own = [each for each in self._own if each.requires_grad]
+        own = [each for each, stages in self._owners.items() if self._stage in stages and each.requires_grad]
         for stages, ranks in self._sharing.items():
             reduce_gradients([each for each in own if self._owners[each] == stages], ranks, self._wire_dtype)
         if not self._replicas.is_alone:

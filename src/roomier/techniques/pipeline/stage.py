@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
@@ -88,13 +89,15 @@ class PipelineStage:
     """
 
     def __init__(self, network: nn.Module, units: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._network, self._device = network, device
+        self._network, self._units, self._device = network, units, device
         self._replays: dict[str, Replay] = {}  # modules that are called again for skipped events, by name
         self._run: _StageRun | None = None
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         for name, unit in units.items():
             install(unit, UnitForward(unit, name, self))
-            self._hooks.append(unit.register_forward_hook(lambda *_: self._leave()))
+
+    def __deepcopy__(self, memo: object) -> PipelineStage:
+        return self  # the wrappers that refer to it are removed from copies of the network
 
     def close(self) -> None:
         """Remove the hooks of the units. ``unwrap`` restores the ``forward`` methods."""
@@ -115,6 +118,8 @@ class PipelineStage:
         Raises:
             TrainingError: the step called other units than the traced step.
         """
+        if not self._hooks:  # not before, because the hooks of fully_shard must run before a hook that leaves the step
+            self._hooks = [each.register_forward_hook(lambda *_: self._leave()) for each in self._units.values()]
         for name in {each for event in plan.trace.events for each in event.replayed} - self._replays.keys():
             self._replays[name] = Replay(module := self._network.get_submodule(name))
             install(module, self._replays[name])
@@ -151,13 +156,17 @@ class PipelineStage:
                 output = forward(*args, **kwargs)
         finally:
             self._run = run
-        leaves = torch_private.split_leaves((output, [each for replay in replays for each in replay.outputs]))[0]
+        made = (output, [each for replay in replays for each in replay.outputs])
+        leaves, form = torch_private.split_leaves(made)
         for value in plan.sent:
             if value[0] == number:
                 leaf = leaves[value[1]]
                 spec = plan.trace.spec(value)
                 if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (spec.shape, spec.dtype):
                     raise StageError(_changed(plan, f"another output of {name}", number))
+                if torch_private.is_view(leaf):  # fully_shard adds a hook to the output, which must be the sent tensor
+                    leaf = leaves[value[1]] = leaf.clone()
+                    output = torch_private.join_leaves(leaves, form)[0]
                 run.values[value] = leaf.clone() if value in plan.trace.written else leaf
         return output
 
