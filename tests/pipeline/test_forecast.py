@@ -31,11 +31,11 @@ def model() -> tuple[Trained, tuple[Tensor, Tensor]]:
     return Trained(network), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def plan_of(schedule: str, num_ranks: int, recompute: str) -> Plan:
+def plan_of(schedule: str, num_ranks: int, recompute: str, strategy: str) -> Plan:
     return Plan.from_dict(
         {
             "parallel": {
-                "strategy": "ddp",
+                "strategy": strategy,
                 "accelerator": "cpu",
                 "devices": num_ranks,
                 "pipeline_parallel_size": 2,
@@ -48,9 +48,9 @@ def plan_of(schedule: str, num_ranks: int, recompute: str) -> Plan:
     )
 
 
-def peaks(schedule: str, num_ranks: int, recompute: str) -> tuple[int, int, int]:
+def peaks(schedule: str, num_ranks: int, recompute: str, strategy: str) -> tuple[int, int, int]:
     """Return the stage of this rank, and the forecast and the measured peak of its memory."""
-    plan, (network, batch) = plan_of(schedule, num_ranks, recompute), model()
+    plan, (network, batch) = plan_of(schedule, num_ranks, recompute, strategy), model()
     ranks = Ranks(World(dist.get_rank(), num_ranks, dist.get_rank(), 0, num_ranks))
     workload = Workload.of(network, batch)
     stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
@@ -59,8 +59,18 @@ def peaks(schedule: str, num_ranks: int, recompute: str) -> tuple[int, int, int]
     return mesh.stage_index, run.peak_bytes, measured_peak(network, batch, plan, ranks).total()
 
 
-@pytest.mark.parametrize("case", [("1f1b", 2, "none"), ("gpipe", 4, "full")], ids=str)
-def test_the_forecast_of_each_stage_equals_its_peak(on_ranks: RankPool, case: tuple[str, int, str]) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("1f1b", 2, "none", "ddp"),
+        ("gpipe", 4, "full", "ddp"),
+        ("1f1b", 4, "none", "zero2"),
+        ("1f1b", 4, "none", "zero3"),
+        ("1f1b", 4, "none", "zero1"),
+    ],
+    ids=str,
+)
+def test_the_forecast_of_each_stage_equals_its_peak(on_ranks: RankPool, case: tuple[str, int, str, str]) -> None:
     by_stage: dict[int, set[int]] = {}
     for stage, forecast, measured in on_ranks(case[1], peaks, *case):
         assert forecast == pytest.approx(measured, rel=0.01), stage

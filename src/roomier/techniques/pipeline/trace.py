@@ -472,8 +472,12 @@ def _running_frame(function: Callable[..., Any]) -> FrameType | None:
 
 
 def _zeros(spec: Spec) -> Tensor:
+    made: Tensor
     if spec.requires_grad:
-        made: Tensor = _Zeros.apply(torch.zeros((), requires_grad=True), spec)  # type: ignore[no-untyped-call]
+        made = _Zeros.apply(torch.zeros((), requires_grad=True), spec)  # type: ignore[no-untyped-call]
+        return made
+    made = torch.zeros(spec.shape, dtype=spec.dtype)
+    if made.stride() == spec.stride:
         return made
     num_elements = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     base = torch.zeros(max(1, num_elements), dtype=spec.dtype)
