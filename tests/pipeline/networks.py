@@ -139,6 +139,20 @@ class Escaping(nn.Module):
         return hidden.pow(2).mean() + torch.stack(squares).sum()
 
 
+class Caching(nn.Module):
+    """A layer that stores a tensor when it is first called, and reads its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.detach() * 2
+        return self.linear(x) * self.first[self.first > 0].sum()
+
+
 def gpt() -> nn.Module:
     return GPT(GPTConfig(VOCABULARY, MAX_LENGTH, LAYERS, 4, 32, dropout=0.1, tied_head=True))
 

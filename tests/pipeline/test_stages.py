@@ -14,7 +14,7 @@ from roomier.techniques.pipeline import trace as tracing
 from roomier.techniques.pipeline.pipeline import find_pipeline
 from tests.context.networks import tokens
 from tests.pipeline.emulated import check_stages, run_stages, traced
-from tests.pipeline.networks import GLUE, MODELS, Escaping, Glue, loss_of, swin
+from tests.pipeline.networks import GLUE, MODELS, Caching, Escaping, Glue, loss_of, swin
 
 
 def features(num_batches: int = 3, num_rows: int = 5) -> list[torch.Tensor]:
@@ -96,6 +96,8 @@ def test_rejected_steps_name_the_module() -> None:
         TrainingError, match=r"reads a tensor that layers.0.0 stores.* Return the tensor from layers.0.0"
     ):
         traced(Escaping().double(), loss_of, torch.randn(3, 16, dtype=torch.float64))
+    with pytest.raises(TrainingError, match="calls 0, which stores or converts tensors in its first call"):
+        traced(nn.Sequential(*(nn.Sequential(Caching()) for _ in range(2))), loss_of, torch.randn(3, 16))
     network = glue("plain")
     batches = features()
     shorter = copy.deepcopy(network)

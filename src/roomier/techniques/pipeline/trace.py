@@ -343,9 +343,13 @@ class _StepRecorder:
                 with self._fake():
                     output, originals = self._run(forward, leaves, form, _alike)
         except RuntimeError as error:
-            if torch_fake.requires_values(error):
-                raise _ValuesRequired(unit) from error
-            raise
+            if not torch_fake.requires_values(error):
+                raise
+            if type(unit) in self._real:  # it has stored a fake tensor
+                problem = f"calls {name}, which stores or converts tensors in its first call, so it cannot be traced"
+                action = "Create and convert these tensors before fit, or use pipeline_parallel_size=1"
+                raise TrainingError("training_step", name, problem, action) from error
+            raise _ValuesRequired(unit) from error
         finally:
             self._is_inside = False
         replayed = [each for each, replay in self._replays.items() for _ in replay.outputs]
