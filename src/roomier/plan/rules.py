@@ -275,7 +275,7 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     """Reject a number of stages that the strategy or the number of ranks does not support, and techniques that are not
     implemented for stages."""
     parallel, field = plan.parallel, "parallel.pipeline_parallel_size"
-    if parallel.strategy not in ("ddp", "zero1", "zero2", "zero3"):
+    if parallel.strategy in ("single", "hsdp", "auto"):
         reason = ", because pipelines have no forecast yet" if parallel.strategy == "auto" else ""
         problem = f"is supported only with 'ddp', 'zero1', 'zero2' and 'zero3', not {parallel.strategy!r}{reason}"
         yield PlanError(field, size, problem, "Use strategy='zero2', or pipeline_parallel_size=1")
