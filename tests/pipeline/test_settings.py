@@ -37,7 +37,7 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
     ("strategy", "flags", "message"),
     [
         ({"name": "hsdp", "shard_size": 2}, {}, "only with 'ddp', 'zero1', 'zero2' and 'zero3', not 'hsdp'"),
-        ({"name": "auto"}, {}, "pipelines have no forecast yet"),
+        ({"name": "auto"}, {}, "whose search does not include stages"),
         ({"pipeline_parallel_size": 3}, {}, "Use pipeline_parallel_size=2"),
         ({"pipeline_parallel_size": 0}, {}, "must be at least 1"),
         ({"pipeline_parallel_size": 1, "schedule": "gpipe"}, {}, "Set pipeline_parallel_size, or remove it"),

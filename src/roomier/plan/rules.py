@@ -276,7 +276,7 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     implemented for stages."""
     parallel, field = plan.parallel, "parallel.pipeline_parallel_size"
     if parallel.strategy in ("single", "hsdp", "auto"):
-        reason = ", because pipelines have no forecast yet" if parallel.strategy == "auto" else ""
+        reason = ", whose search does not include stages" if parallel.strategy == "auto" else ""
         problem = f"is supported only with 'ddp', 'zero1', 'zero2' and 'zero3', not {parallel.strategy!r}{reason}"
         yield PlanError(field, size, problem, "Use strategy='zero2', or pipeline_parallel_size=1")
     elif parallel.num_ranks % size:
