@@ -256,7 +256,8 @@ def test_every_mutated_field_is_rejected_with_its_name_or_loaded(desk: Desk) -> 
 @pytest.mark.timeout(60)
 def test_a_mutated_newest_checkpoint_does_not_break_last(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     content = content_of(desk.newest)
-    chosen = malformed(content)[NUM_QUICK : NUM_QUICK + 12]
+    # A checkpoint without a weight belongs to another model, which is an error for "last", too.
+    chosen = [each for each in malformed(content)[NUM_QUICK:] if each[0][1:2] != ("module",)][:12]
     for mutation in chosen:
         write_content(desk.newest, mutated(content, mutation))
         is_skipped = resume_from(desk, desk.newest) is not None
