@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.dry_runs.staged import forecast_of_stages, played_s
+from roomier.planner.forecast import StepTime
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.hardware.this_machine import this_machine
 from roomier.planner.stages import find_stages
@@ -81,6 +83,23 @@ def test_the_forecast_of_each_stage_equals_its_peak(on_ranks: RankPool, case: tu
     assert {found.tensor_bytes} == max(by_stage.values(), key=max)
     assert found.time is not None
     assert found.time.bubble_s > 0
+
+
+def test_forecasts_of_a_split_and_of_two_nodes() -> None:
+    network, batch = model()
+    workload, machine = Workload.of(network, batch), this_machine(2, 1, "cpu", None)
+
+    def forecast(num_ranks: int, **changes: Any) -> StepTime:
+        plan = plan_of("1f1b", num_ranks, "none", "ddp")
+        plan = replace(plan, parallel=replace(plan.parallel, **changes))
+        found = forecast_of_stages(workload, plan, machine, Estimator(workload, machine)).time
+        assert found is not None
+        return found
+
+    uneven = forecast(2, split="network.blocks.1")
+    assert uneven.compute_s > forecast(2).compute_s
+    assert uneven.communication_s == 0  # no rank has the same stage
+    assert forecast(2, num_nodes=2).communication_s > 0  # two ranks of each stage sum their gradients
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

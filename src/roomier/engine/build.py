@@ -57,11 +57,8 @@ def build(
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds adapters, which ``weights`` does not contain
     # Before all other techniques, so that no rank holds the full weights of a model that is sharded later.
-    taken = (
-        None
-        if facts.is_staged
-        else take_weights(network, plan, ranks, given=given, in_stages=facts.pipeline is not None)
-    )
+    in_stages = facts.pipeline is not None
+    taken = None if facts.is_staged else take_weights(network, plan, ranks, given=given, in_stages=in_stages)
     precision.convert_module(network)  # all later techniques depend on the dtype of the weights
     leaves = plan.offload.parameters != "none" and not torch_fake.makes_fake_tensors()
     parameters: OffloadedParameters | None = None
@@ -73,7 +70,7 @@ def build(
             facts.is_staged or torch_fake.makes_fake_tensors()
         ):  # fake tensors are on the device, and ``to`` cannot swap them
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
-    elif not (facts.pipeline is not None or shards_parameters(plan, ranks)):
+    elif not (in_stages or shards_parameters(plan, ranks)):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
     num_shares = plan.parallel.num_peers // plan.parallel.pipeline_parallel_size
     shares = EqualShares(num_shares) if num_shares > 1 else None  # these peers compute the same loss

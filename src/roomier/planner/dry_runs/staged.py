@@ -41,7 +41,8 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
     parallel, kind = plan.parallel, machine.device.kind
     ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]  # one for each stage, the first first
     pipeline, trace = stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
-    own = replace(parallel, pipeline_parallel_size=1, schedule=None, devices=parallel.num_ranks // len(ranks))
+    num_ranks = parallel.num_ranks // len(ranks)
+    own = replace(parallel, pipeline_parallel_size=1, schedule=None, split="", devices=num_ranks, num_nodes=1)
     if own.devices > machine.devices_per_node:
         own = replace(own, devices=machine.devices_per_node, num_nodes=own.devices // machine.devices_per_node)
     alone = replace(plan, parallel=own if own.num_ranks > 1 else replace(own, strategy="single"))
