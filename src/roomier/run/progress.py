@@ -121,6 +121,7 @@ class Saves:
 
     Attributes:
         step, path: step and path of the newest complete checkpoint that this run wrote or resumed from.
+        duration_s: time in which this run wrote its newest checkpoint; None before the first checkpoint.
         deferred: checkpoints that hooks requested. These checkpoints are written at the next save point.
         background: object that writes checkpoints in a thread during training; None before the first such checkpoint.
         when_settled: function that is called after the checkpoint of ``background`` is committed.
@@ -131,6 +132,7 @@ class Saves:
 
     step: int | None = None
     path: Path | None = None
+    duration_s: float | None = None
     deferred: list[WantedSave] = field(default_factory=list)
     background: BackgroundSaver | None = None
     when_settled: Callable[[], None] | None = None

@@ -1,5 +1,5 @@
 """Graceful stop: SIGTERM and Ctrl-C end a run at the next save point instead of within a step. In a SLURM job, SIGUSR1
-does the same, because job scripts for Lightning select this signal."""
+does the same, because job scripts for Lightning select this signal. A notice of preemption counts as SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
 from roomier.core.log import notice
+from roomier.launch.preemption import Poll, Preemption, PreemptionThread
 
 REQUEUES = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no SIGUSR1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUES)
@@ -22,21 +23,25 @@ TO_OBEY_S = 10.0  # time in which a process must react to a second signal
 class GracefulStop:
     """Context in which the first signal is recorded. A second signal terminates the process immediately.
 
-    Python can handle signals only in the main thread. In other threads, this context has no effect.
+    Python can handle signals only in the main thread. In other threads, this context reacts only to preemption.
 
     Args:
         is_alone: True if no other ranks must stop at the same step.
+        poll: function that asks for notices of preemption; None if this process does not ask.
 
     Attributes:
         noted: the signal that this process received.
+        preemption: the notice of preemption that this process received.
         received: the signal that stops the run. With several ranks, this value is set on all ranks at the same step
             after one rank has received a signal.
     """
 
-    def __init__(self, is_alone: bool = True) -> None:
+    def __init__(self, is_alone: bool = True, poll: Poll | None = None) -> None:
         self.noted: signal.Signals | None = None
+        self.preemption: Preemption | None = None
         self.received: signal.Signals | None = None
-        self._is_alone = is_alone
+        self._is_alone, self._poll = is_alone, poll
+        self._thread: PreemptionThread | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._watch: _ExitThread | None = None
 
@@ -46,12 +51,17 @@ class GracefulStop:
             numbers = _SIGNALS if requeues else _SIGNALS[:2]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._watch = None if self._is_alone else _ExitThread()
+        if self._poll is not None:
+            self._thread = PreemptionThread(self._poll, self._preempt)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -63,11 +73,22 @@ class GracefulStop:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
-        self.noted = signal.Signals(number)
-        if self._is_alone:
-            self.received = self.noted
+        self._stop(signal.Signals(number))
         with suppress(RuntimeError):  # printing fails if the signal interrupted another print
-            notice(f"{self.noted.name}: the run ends after this step (send the signal again to exit immediately)")
+            name = signal.Signals(number).name
+            notice(f"{name}: the run ends after this step (send the signal again to exit immediately)")
+
+    def _preempt(self, preemption: Preemption) -> None:
+        self.preemption = preemption
+        if self.noted is None:
+            self._stop(signal.SIGTERM)
+        end = "" if preemption.stops_at is None else f" at {preemption.stops_at:%H:%M:%S %Z}"
+        notice(f"{preemption.source}: this machine stops{end}, so the run ends after this step", every_rank=True)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self.noted = number
+        if self._is_alone:
+            self.received = number
 
 
 class _ExitThread:

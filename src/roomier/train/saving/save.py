@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,9 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     then = partial(_committed, run, wanted, run.progress.global_step)
     is_training = run.settled.request.state.stage is RunningStage.TRAINING
     if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
+        started_s = time.monotonic()
         checkpoint.save(wanted.path, state, run.ranks)
+        run.saves.duration_s = time.monotonic() - started_s
         then()
         return
     if run.saves.background is None:
@@ -240,6 +244,7 @@ def _save_interrupted(run: Run) -> None:
     settle_background_save(run)
     is_saved = is_found_as_last(run) if may_requeue(os.environ) else run.saves.step == step
     if run.folder is not None and run.settled.request.keeps_checkpoints and not is_saved:
+        _report_short_time(run)
         write_checkpoint(run, WantedSave(run.folder / "checkpoints" / f"{INTERRUPTED}{step}"))
     if run.saves.step != step:
         notice(f"stopped by {signal.name} at step {step}. No checkpoint was saved, because checkpoints are disabled")
@@ -250,6 +255,17 @@ def _save_interrupted(run: Run) -> None:
         f"stopped by {signal.name} at step {step}, saved at {shown(run.saves.path)}. Resume with "
         f"trainer.fit(..., ckpt_path={ckpt_path!r}) or `roomier fit ... --ckpt_path {ckpt_path}`"
     )
+
+
+def _report_short_time(run: Run) -> None:
+    """Name the newest checkpoint if the machine probably stops before another one is complete."""
+    preemption, saves = run.stop.preemption, run.saves
+    if preemption is None or preemption.stops_at is None or saves.path is None or saves.duration_s is None:
+        return
+    left_s = (preemption.stops_at - datetime.now(UTC)).total_seconds()
+    if left_s < saves.duration_s:
+        end = f"this machine stops in {left_s:.0f} s, but the last checkpoint took {saves.duration_s:.0f} s"
+        notice(f"{end}. If the save is not completed, resume from {shown(saves.path)}", every_rank=True)
 
 
 def is_found_as_last(run: Run) -> bool:
