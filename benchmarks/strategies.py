@@ -232,6 +232,12 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         f"time of the collectives alone: {collectives}"
     )
     numbers = ("model states", "ratio to DDP", "formula", "peak", "step", "ratio to DDP")
+    for row in result["rows"]:
+        if "ratio_to_slots" in row:
+            caption += (
+                f"\nthe passes of the stages take {row['ratio_to_slots']:.2f} times {row['num_slots']} slots, one for "
+                "each micro-batch and each boundary between stages, and each as long as the slowest pass"
+            )
     found = table_of(result, title, caption, ("",), numbers)
     for row in result["rows"]:
         found.add_row(

@@ -14,8 +14,8 @@ from benchmarks.choice import summary
 from tests.docs.markdown import table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-_SEPARATE = {"strategies": "ranks", "optimizers": "seeds"}
-"""Settings for which the newest result of each value is shown."""
+_SEPARATE = {"strategies": ("ranks", "stages"), "optimizers": ("seeds",)}
+"""Settings for which the newest result of each combination of values is shown."""
 _EXCLUDED = ("drift",)  # compares two commits
 _INTRODUCTION = """# Benchmarks
 
@@ -56,11 +56,11 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def _newest(path: Path) -> list[dict[str, Any]]:
-    """Return the newest result in a file, or the newest results of each value of a setting."""
+    """Return the newest result in a file, or the newest results of each combination of settings."""
     results = [json.loads(line) for line in path.read_text().splitlines()]
     if path.stem == "choice":
         return [_joined([each for each in results if each["commit"] == results[-1]["commit"]])]
-    newest = {result.get(_SEPARATE.get(path.stem, "")): result for result in results}
+    newest = {tuple(result.get(each, 1) for each in _SEPARATE.get(path.stem, ())): result for result in results}
     return [newest[key] for key in sorted(newest, key=str)]
 
 

@@ -39,6 +39,7 @@ ALLOWED = {
     ("callbacks/on_exception_checkpoint.py", "torch.save"): OF_USER,
     ("callbacks/prediction_writer.py", "torch.save"): OF_USER,
     ("launch/notebook.py", "os.fdopen"): "the end of a pipe",
+    ("launch/preemption.py", "opener.open"): "opens a page of a metadata service, not a file",
     ("launch/pickled.py", "open"): "the null device",
     ("loggers/files.py", "aside.write_bytes"): NEW,
     ("planner/hardware/host.py", "Path('/proc/cpuinfo').read_text"): "a file of the kernel",

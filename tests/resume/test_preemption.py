@@ -24,11 +24,11 @@ class MetadataService(BaseHTTPRequestHandler):
 
     is_preempted = False
 
-    def do_PUT(self) -> None:  # noqa: N802 - a name of http.server
+    def do_PUT(self) -> None:
         is_token = self.path == "/latest/api/token" and "X-aws-ec2-metadata-token-ttl-seconds" in self.headers
         self.answer("the token" if is_token else None)
 
-    def do_GET(self) -> None:  # noqa: N802 - a name of http.server
+    def do_GET(self) -> None:
         headers, is_preempted = self.headers, self.is_preempted
         events = [
             {"EventType": "Preempt", "Resources": ["machine_2"], "NotBefore": STOPS_AT["azure"]},

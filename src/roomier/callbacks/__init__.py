@@ -28,6 +28,7 @@ _HOMES = {  # modules are imported on first access
     "RichModelSummary": "model_summary",
     "SpikeGuard": "spike_guard",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
+    "StragglerMonitor": "straggler_monitor",
     "Throughput": "throughput",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from roomier.callbacks.progress import ProgressBar as ProgressBar
     from roomier.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from roomier.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from roomier.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from roomier.callbacks.sweeps import OptunaPruning as OptunaPruning
     from roomier.callbacks.sweeps import RayTuneReport as RayTuneReport
     from roomier.callbacks.throughput import Throughput as Throughput

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
 from roomier.core.log import notice
-from roomier.launch.preemption import Poll, Preemption, PreemptionThread
+from roomier.launch.preemption import Preemption, PreemptionThread, source_of
 
 REQUEUES = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no SIGUSR1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUES)
@@ -27,7 +27,10 @@ class GracefulStop:
 
     Args:
         is_alone: True if no other ranks must stop at the same step.
-        poll: function that asks for notices of preemption; None if this process does not ask.
+        polls: True if this process asks for notices of preemption.
+
+    Raises:
+        RoomierError: the source of notices is unknown.
 
     Attributes:
         noted: the signal that this process received.
@@ -36,11 +39,12 @@ class GracefulStop:
             after one rank has received a signal.
     """
 
-    def __init__(self, is_alone: bool = True, poll: Poll | None = None) -> None:
+    def __init__(self, is_alone: bool = True, *, polls: bool = False) -> None:
         self.noted: signal.Signals | None = None
         self.preemption: Preemption | None = None
         self.received: signal.Signals | None = None
-        self._is_alone, self._poll = is_alone, poll
+        source = source_of(os.environ)
+        self._is_alone, self._poll = is_alone, source if polls else None
         self._thread: PreemptionThread | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._watch: _ExitThread | None = None

@@ -30,7 +30,6 @@ from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
-from roomier.launch.preemption import source_of
 from roomier.plan.levers import without_host_tiers
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
@@ -118,8 +117,7 @@ def session(trainer: TrainerAttributes, request: Request, *, adds_callbacks: boo
 def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
-    poll = source_of(os.environ)
-    stop = GracefulStop(trainer.ranks.is_alone, poll if trainer.world.local_rank == 0 else None)
+    stop = GracefulStop(trainer.ranks.is_alone, polls=trainer.world.local_rank == 0)
     pins = capabilities_of(resolve_device(request.plan.parallel.accelerator)).copies_asynchronously
     data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
     try:
