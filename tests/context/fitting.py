@@ -152,28 +152,29 @@ def fit_module(case: Case) -> tuple[Trained, Fitted]:
     if case.shard_size is not None:
         strategy["shard_size"] = case.shard_size
     torch.manual_seed(SEED)
-    trainer = Trainer(
-        strategy=strategy,
-        devices=case.num_ranks,
-        **{
-            "accelerator": "cpu",
-            "precision": case.precision,
-            "accumulate_grad_batches": case.accumulate,
-            "gradient_clip_val": 0.05,
-            "optimizer": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
-            "max_epochs": 1,
-            "logger": rows,
-            "log_every_n_steps": 1,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": tempfile.gettempdir(),
-            **case.levers,
-        },
-        callbacks=[*([norms] if case.has_norms else []), *case.callbacks],
-    )
     fitted = on_lightning(module) if case.is_lightning else module
-    trainer.fit(fitted, DataLoader(Samples(case), batch_size=case.micro_batch))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            strategy=strategy,
+            devices=case.num_ranks,
+            **{
+                "accelerator": "cpu",
+                "precision": case.precision,
+                "accumulate_grad_batches": case.accumulate,
+                "gradient_clip_val": 0.05,
+                "optimizer": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
+                "max_epochs": 1,
+                "logger": rows,
+                "log_every_n_steps": 1,
+                "enable_checkpointing": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "default_root_dir": folder,
+                **case.levers,
+            },
+            callbacks=[*([norms] if case.has_norms else []), *case.callbacks],
+        )
+        trainer.fit(fitted, DataLoader(Samples(case), batch_size=case.micro_batch))
     assert trainer.global_step == case.num_complete_steps
     return Trained(rows.losses, norms.norms, whole_weights(module)), module
 

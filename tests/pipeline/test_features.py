@@ -88,10 +88,10 @@ CASES: dict[str, tuple[type[Net], Callable[[], list[Callback]], dict[str, Any]]]
 }
 
 
-def fit(name: str, num_stages: int) -> dict[str, Any]:
+def fit(name: str, num_stages: int, root: Path) -> dict[str, Any]:
     kind, callbacks, options = CASES[name]
     roomier.seed_everything(3)
-    net, folder = kind(), tempfile.mkdtemp()
+    net, folder = kind(), tempfile.mkdtemp(dir=root)
     trainer = trainer_of(
         folder, num_stages, **{"max_epochs": 2, "enable_checkpointing": False, "callbacks": callbacks(), **options}
     )
@@ -111,9 +111,10 @@ def fit(name: str, num_stages: int) -> dict[str, Any]:
     return {**result, "steps": trainer.global_step, "outputs": torch.cat(outputs)}
 
 
-def test_features_give_the_results_of_one_process(on_ranks: RankPool) -> None:
-    for name, of_ranks in zip(CASES, on_ranks.each(2, fit, [(name, 2) for name in CASES]), strict=True):
-        expected = fit(name, 1)
+def test_features_give_the_results_of_one_process(on_ranks: RankPool, tmp_path: Path) -> None:
+    calls = [(name, 2, tmp_path) for name in CASES]
+    for name, of_ranks in zip(CASES, on_ranks.each(2, fit, calls), strict=True):
+        expected = fit(name, 1, tmp_path)
         histograms = expected.pop("histograms", None)
         assert (histograms is not None) == (name == "histograms")
         assert [found.pop("histograms", None) for found in of_ranks] == [histograms, None]  # rank 0 writes

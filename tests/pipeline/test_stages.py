@@ -53,6 +53,12 @@ def test_stages_begin_within_blocks_that_consist_of_blocks() -> None:
     check_stages(network, loss_of, [images], 4)
 
 
+def test_a_network_without_blocks_is_divided_between_its_layers() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
+    check_stages(layers.double(), lambda network, batch: network(batch).pow(2).mean(), features(), 3)
+
+
 def test_stages_begin_at_the_modules_of_a_split() -> None:
     network = glue("plain")
     trace = traced(network, loss_of, features(1)[0])

@@ -83,6 +83,11 @@ class Mesh:
         size = self.tensor * self.context * self.shard
         return World(self.world.rank % size, size)
 
+    def describe(self, rank: int) -> str:
+        """Return the name of ``rank`` for messages. It contains the stage if there are several, counted from 1."""
+        stage = f" (stage {self.stage - rank * self.stage // self.world.size} of {self.stage})"
+        return f"rank {rank}{stage if self.stage > 1 else ''}"
+
     def coordinate(self, dimension: str) -> int:
         """Return the index of this rank in ``dimension``."""
         stride, size = self._stride_and_size(dimension)

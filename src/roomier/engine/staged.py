@@ -167,7 +167,8 @@ class StagedEngine(EagerEngine):
     def _plan_of(self, name: str, batch: Any) -> StagePlan:
         trace = self.trace_of(name, batch)
         if trace not in self._plans:
-            self._plans[trace] = self._pipeline.plan_of(trace, self._number)
+            self._plans[trace] = plan = self._pipeline.plan_of(trace, self._number)
+            self._stage.check(plan)
         return self._plans[trace]
 
     def _receive_values(self, plan: StagePlan) -> list[Tensor]:

@@ -48,6 +48,7 @@ class FailureNews:
         is_failing: True if this rank terminates because of an error in this rank.
         has_lost_peer: True if this rank terminates because it could not reach another rank.
         where: function that returns the current position in the run, for messages.
+        describe: function that returns the name of a rank, for messages.
         store: connection to the store that all ranks share; None before the rendezvous. Other threads use separate
             connections, because this connection must work even if another thread hangs.
     """
@@ -57,6 +58,7 @@ class FailureNews:
         self.has_error = self.is_failing = False
         self.has_lost_peer = False
         self.where: Callable[[], str] = lambda: ""
+        self.describe: Callable[[int], str] = "rank {}".format
         self.store: Store | None = None
         self._ended_rank = ended_rank
         self._num_exits = 0

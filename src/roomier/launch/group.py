@@ -106,11 +106,12 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
 
 
 @contextmanager
-def exits_together(where: Callable[[], str]) -> Iterator[None]:
+def exits_together(where: Callable[[], str], describe: Callable[[int], str]) -> Iterator[None]:
     """Raise an error if this rank exits with code 0 inside the context while other ranks continue.
 
     Args:
         where: function that returns the current position in the run, for messages.
+        describe: function that returns the name of a rank, for messages.
 
     Raises:
         TrainingError: this rank exits with code 0, but other ranks do not exit.
@@ -118,7 +119,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
     if _news is None:  # the process group was initialized by the user
         yield
         return
-    before, _news.where = _news.where, where
+    before, _news.where, _news.describe = _news.where, where, describe
     try:
         with _reported_exit(_news):
             yield

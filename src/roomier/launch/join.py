@@ -48,13 +48,15 @@ def join(world: World, device_type: str) -> Ranks:
     return Ranks(world)
 
 
-def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
+def exits_together(
+    ranks: Ranks, where: Callable[[], str], describe: Callable[[int], str]
+) -> AbstractContextManager[None]:
     """Call :func:`roomier.launch.group.exits_together`. If there is only one rank, this rank can exit at any time."""
     if ranks.is_alone:
         return nullcontext()
     from roomier.launch import group
 
-    return group.exits_together(where)
+    return group.exits_together(where, describe)
 
 
 def _device_index(world: World, device_type: str) -> int:

@@ -99,7 +99,8 @@ class Children:
         if self.main is not None and self.main.is_failing:
             _exit(1)
         rank, code = self._failed
-        _say(f"rank {rank} {self._how(code)}, so the run ended")
+        name = f"rank {rank}" if self.main is None else self.main.describe(rank)
+        _say(f"{name} {self._how(code)}, so the run ended")
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:

@@ -55,7 +55,9 @@ class TrainingThread:
             return Position(Activity.LONG, "setup")
         is_evaluation = run.results.stage not in (None, "train")
         batch = run.now.batch_number if is_evaluation else run.now.batch_idx
-        return Position(*self._activity(run), run.progress.global_step, max(0, batch))
+        (activity, phase), mesh = self._activity(run), run.ranks.mesh
+        stage = f" on stage {mesh.stage_index + 1} of {mesh.stage}" if mesh.stage > 1 else ""
+        return Position(activity, phase + stage, run.progress.global_step, max(0, batch))
 
     def stack(self) -> str:
         """Return the Python stack of the thread, and the stacks of autograd threads."""

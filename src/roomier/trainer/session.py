@@ -124,7 +124,8 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         with ExitStack() as stack:
             if any(lightning_base(type(part), Module) is not None for part in module.modules()):
                 stack.enter_context(with_methods_of_module(module, trainer))
-            stack.enter_context(exits_together(trainer.ranks, partial(_at_step, trainer, request)))
+            describe = lambda rank: trainer.ranks.mesh.describe(rank)  # noqa: E731 - `settle` may change the mesh
+            stack.enter_context(exits_together(trainer.ranks, partial(_at_step, trainer, request), describe))
             stack.enter_context(stop)
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(watch_for_hangs(request, trainer.ranks))
