@@ -1,4 +1,5 @@
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from roomier.core.errors import DataError
 from roomier.core.world import World
 from roomier.data import OrderedSampler
-from roomier.data.sampler import WalkedSampler
+from roomier.data.sampler import RoundBatches, WalkedSampler
 
 
 def order(sampler: OrderedSampler, epoch: int, done: int = 0) -> list[int]:
@@ -91,3 +92,22 @@ def test_walk_past_the_end():
     walked.skip(3)
     with pytest.raises(DataError, match="ended after 2 batches"):
         walked.walk()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_ranks_of_a_round_that_they_cannot_divide_read_its_samples(shuffle: bool) -> None:
+    [alone, *ranks] = [
+        OrderedSampler(50, shuffle=shuffle, seed=1, world=World(rank, size), num_in_round=16)
+        for rank, size in ((0, 1), (0, 3), (1, 3), (2, 3))
+    ]
+    for done in (0, 16, 20):
+        for each in (alone, *ranks):
+            each.set_position(2, done)
+        of_ranks = [[*RoundBatches(each)] for each in ranks]
+        for places, whole in zip(zip(*of_ranks, strict=True), alone.rounds(), strict=False):
+            assert sorted(chain.from_iterable(places)) == sorted(whole)
+            assert max(map(len, places)) - min(map(len, places)) <= 1
+        assert {len(each) for each in of_ranks} == {(50 - done) // 16 + ((50 - done) % 16 >= 3)}
+        for each, batches in zip(ranks, of_ranks, strict=True):
+            assert each.indices_behind(done, 2) == [*chain(*batches[:2])]
+    assert [len(RoundBatches(each)) for each in ranks] == [3, 3, 3]

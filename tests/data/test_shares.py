@@ -196,7 +196,9 @@ def test_a_last_incomplete_round_of_batches_is_dropped():
 
 
 def test_ordered_sampler_with_a_batch_size():
-    of_ranks = [list(OrderedSampler(9, shuffle=False, seed=0, world=World(rank, 2), batch_size=3)) for rank in range(2)]
+    of_ranks = [
+        list(OrderedSampler(9, shuffle=False, seed=0, world=World(rank, 2), num_in_round=6)) for rank in range(2)
+    ]
     assert of_ranks == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 

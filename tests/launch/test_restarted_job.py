@@ -109,9 +109,10 @@ def samples_of(root: Path) -> Steps:
                 "1 ranks x 2 micro-batches x 4 samples and is kept as 2 ranks x 1 micro-batches x 4",
             ),
             ((2, 4, 1), (4, 4, 1), "kept as 4 ranks x 1 micro-batches x 2 samples"),
+            ((2, 4, 1), (3, 4, 1), "kept as 3 ranks x 1 micro-batches x 2 to 3 samples"),
         ]
     ),
-    ids=["fewer", "same", "more, fewer micro-batches", "more, smaller micro-batches"],
+    ids=["fewer", "same", "more, fewer micro-batches", "more, smaller micro-batches", "unequal shares"],
 )
 def test_a_restarted_job_keeps_the_global_batch(
     on_ranks: RankPool,
@@ -176,13 +177,11 @@ def test_a_script_with_two_fits_resumes_the_interrupted_one(
 
 
 @pytest.mark.more
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_rejected(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_more_ranks_than_samples_are_rejected(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
-        on_ranks(2, train, tmp_path, "job", 4, 1, (0, 5))
-    with pytest.raises(
-        RankFailed, match=r"devices=3: must be a divisor of 8, the number of samples in a step.*1, 2, 4"
-    ):
-        on_ranks(3, train, tmp_path, "job", 4, 1, None)
+        on_ranks(2, train, tmp_path, "job", 1, 1, (0, 5))
+    with pytest.raises(RankFailed, match=r"devices=3: these ranks cannot share the 2 samples of a step.*: 1, 2"):
+        on_ranks(3, train, tmp_path, "job", 1, 1, None)
 
 
 @pytest.mark.slow

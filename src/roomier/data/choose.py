@@ -18,7 +18,7 @@ from roomier.data.combined_feed import CombinedFeed
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_sampler
-from roomier.data.sampler import DrawnOrder, OrderedSampler, WalkedSampler
+from roomier.data.sampler import DrawnOrder, OrderedSampler, RoundBatches, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, SampleSeededDataset
 from roomier.data.share import Reading, Share, share_of
 from roomier.data.workers import OutlivesSignals
@@ -43,13 +43,14 @@ class LoaderPlace:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Arguments of a :class:`Source` that determine the order of a loader."""
+    """Arguments of a :class:`Source` that determine the order of a loader, and the micro-batches of its ranks."""
 
     seed: int
     ranks: Ranks
     shuffle_allowed: bool = True
     pin_memory: bool = False
     draws_order: bool = False
+    num_in_round: int | None = None
 
 
 def training_feed(loader: Any, name: str, options: SourceOptions, place: LoaderPlace | None = None) -> Feed:
@@ -270,7 +271,7 @@ def _ordered(
         shuffle=shuffle,
         seed=seed,
         world=ranks.world,
-        batch_size=batch_size,
+        num_in_round=options.num_in_round or batch_size * ranks.world.size,
         drop_last=drop_last,
         drawn=drawn,
     )
@@ -283,7 +284,11 @@ def _ordered(
     epoch_seed = EpochSeed() if loader.num_workers else None
     if epoch_seed is not None:
         changes["dataset"] = SampleSeededDataset(loader.dataset, epoch_seed)
-    return OrderedFeed(with_sampler(loader, sampler, **changes), name, OwnGenerators(loader), sampler, epoch_seed)
+    if options.num_in_round is None:
+        loader_of_rank = with_sampler(loader, sampler, **changes)
+    else:
+        loader_of_rank = rebuilt(loader, batch_sampler=RoundBatches(sampler), **changes)
+    return OrderedFeed(loader_of_rank, name, OwnGenerators(loader), sampler, epoch_seed)
 
 
 def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[Any], name: str) -> int:

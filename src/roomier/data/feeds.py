@@ -190,7 +190,6 @@ class OrderedFeed(Feed):
         super().__init__(name)
         self._loader = loader
         self._sampler = sampler
-        self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
         # Position in the current epoch at which this feed started, in global samples and in batches of this rank.
@@ -207,7 +206,7 @@ class OrderedFeed(Feed):
 
     def _num_batches_after(self, num_samples_done: int) -> int:
         num_left = self._sampler.num_read_after(num_samples_done)  # all ranks have the same number of batches
-        return math.ceil(num_left / (self._batch_size * self._sampler.world.size))
+        return math.ceil(num_left / self._sampler.num_in_round)
 
     def start(self, epoch: int) -> Iterator[Any]:
         return self._start_at(epoch, num_samples_done=0)
@@ -239,7 +238,7 @@ class OrderedFeed(Feed):
             "num_samples": self.position_in_samples(num_batches),
             "dataset_size": self._sampler.num_samples,
             "num_ranks": self._sampler.world.size,
-            "batch_size": self._batch_size,
+            "batch_size": math.ceil(self._sampler.num_in_round / self._sampler.world.size),
             "shuffle": self._sampler.shuffle,
             "seed": self._sampler.seed,
             "random_now": self._own_generators.states(),
@@ -248,11 +247,11 @@ class OrderedFeed(Feed):
 
     def position_in_samples(self, num_batches: int) -> int:
         """Return how many samples of the global order are in the first ``num_batches`` batches of the current epoch."""
-        num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
+        num_read = (num_batches - self._first_batch) * self._sampler.num_in_round
         return min(self._first_sample + num_read, self._sampler.num_samples)
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int]:
-        return self._sampler.indices_behind(self.position_in_samples(first_batch), num_batches * self._batch_size)
+        return self._sampler.indices_behind(self.position_in_samples(first_batch), num_batches)
 
     def check(self, position: dict[str, Any]) -> None:
         action = "Resume with the data of the saved run, or start a new run from its weights"

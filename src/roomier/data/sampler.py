@@ -4,7 +4,7 @@ batches of a custom sampler.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -64,13 +64,14 @@ class OrderedSampler(Sampler[int]):
     """Sampler of the indices ``0 .. num_samples - 1`` whose order depends only on ``(seed, epoch)``, or is drawn from
     ``drawn``.
 
-    The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
-    sample after the position. A run can therefore resume with a different batch size or number of ranks without
-    repeating or skipping a sample.
+    The position counts samples of the *global* order, which all ranks share. A *round* is a micro-batch of all ranks:
+    consecutive samples of this order, of which rank ``r`` of ``N`` reads every ``N``-th. A run can therefore resume
+    with a different batch size or number of ranks without repeating or skipping a sample.
 
-    All ranks read the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples
-    than ranks remain for the last batch, these samples are dropped. With shuffling, different samples are dropped in
-    each epoch.
+    All ranks read the same number of batches. The last batch can have one sample fewer on some ranks, and so can every
+    batch if ``num_in_round`` is not a multiple of ``N``, for which :class:`RoundBatches` yields the batches. If fewer
+    samples than ranks remain for the last batch, these samples are dropped. With shuffling, different samples are
+    dropped in each epoch.
 
     The sampler does not use the global generators, unless ``drawn`` uses them.
 
@@ -79,7 +80,7 @@ class OrderedSampler(Sampler[int]):
         shuffle: if True, use a new permutation in each epoch. If False, the indices are in ascending order.
         seed: seed for the permutations.
         world: rank and number of ranks.
-        batch_size: number of samples in a batch on one rank.
+        num_in_round: number of samples in a batch of all ranks; by default, one on each rank.
         drop_last: if True, drop a last batch that is incomplete on any rank.
         drawn: source of the permutations if they do not depend on ``(seed, epoch)``.
 
@@ -100,7 +101,7 @@ class OrderedSampler(Sampler[int]):
         shuffle: bool,
         seed: int,
         world: World = ALONE,
-        batch_size: int = 1,
+        num_in_round: int | None = None,
         drop_last: bool = False,
         drawn: DrawnOrder | None = None,
     ) -> None:
@@ -110,7 +111,7 @@ class OrderedSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.world = world
-        self.batch_size = batch_size
+        self.num_in_round = num_in_round or world.size
         self.drop_last = drop_last
         self._drawn = self._running = drawn if shuffle else None
         self._epoch = 0
@@ -150,7 +151,7 @@ class OrderedSampler(Sampler[int]):
         """Return how many samples remain for all ranks after ``num_samples_done`` samples, not counting dropped
         samples."""
         num_left = self.num_samples - num_samples_done
-        num_in_last = num_left % (self.batch_size * self.world.size)
+        num_in_last = num_left % self.num_in_round
         return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
@@ -166,22 +167,47 @@ class OrderedSampler(Sampler[int]):
         order = self._permutation()[first : stop : self.world.size]
         for begin in range(0, len(order), _CHUNK):
             yield from order[begin : begin + _CHUNK].tolist()
-        is_read_to_its_end = self.num_samples % self.batch_size and not self.drop_last
+        is_read_to_its_end = self.num_samples % self.num_in_round and not self.drop_last
         if self._running is not None and self.world.size == 1 and is_read_to_its_end:
             self._running.end(self.num_samples)
 
-    def indices_behind(self, num_samples_done: int, num_wanted: int) -> list[int]:
-        """Return the next ``num_wanted`` indices of this rank in the current epoch, after ``num_samples_done`` global
-        samples."""
+    def rounds(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank in each round after the position."""
+        order = self._permutation() if self.shuffle else None
+        for places in self._places_behind(self._num_samples_done):
+            yield list(places) if order is None else order[places.start : places.stop : places.step].tolist()
+
+    def indices_behind(self, num_samples_done: int, num_rounds: int) -> list[int]:
+        """Return the indices of this rank in the next ``num_rounds`` rounds of the current epoch, after
+        ``num_samples_done`` global samples."""
+        places = [*chain.from_iterable(islice(self._places_behind(num_samples_done), num_rounds))]
+        return self._permutation()[places].tolist() if self.shuffle else places
+
+    def _places_behind(self, num_samples_done: int) -> Iterator[range]:
+        """Yield the places of this rank in the global order for each round after ``num_samples_done`` samples."""
         stop = num_samples_done + self.num_read_after(num_samples_done)
-        places = range(num_samples_done + self.world.rank, stop, self.world.size)[:num_wanted]
-        return self._permutation()[list(places)].tolist() if self.shuffle else list(places)
+        for first in range(num_samples_done, stop, self.num_in_round):
+            yield range(first + self.world.rank, min(first + self.num_in_round, stop), self.world.size)
 
     def _permutation(self) -> Tensor:
         if self._running is not None:
             return self._running.permutation(self.num_samples)
         generator = torch.Generator().manual_seed(mix_seed(self.seed, self._epoch))
         return torch.randperm(self.num_samples, generator=generator)
+
+
+class RoundBatches(Sampler[list[int]]):
+    """Batch sampler with a batch for each round of ``ordered``."""
+
+    def __init__(self, ordered: OrderedSampler) -> None:
+        self.ordered = ordered
+
+    def __len__(self) -> int:
+        """Return the number of batches in one full epoch."""
+        return math.ceil(self.ordered.num_read_after(0) / self.ordered.num_in_round)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.ordered.rounds()
 
 
 class WalkedSampler(Sampler[Any]):

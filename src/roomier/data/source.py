@@ -87,6 +87,8 @@ class Source:
         training: True for a training loop. In evaluation, the user's sampler is not replaced.
         allows_empty: True to accept a training loader with the length 0.
         pin_memory: True to make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
+        num_in_round: number of samples in a batch of all ranks if roomier creates the order; None for the batch size of
+            the loader on each rank.
 
     Attributes:
         loader: the argument ``loader``.
@@ -116,6 +118,7 @@ class Source:
         training: bool = True,
         allows_empty: bool = False,
         pin_memory: bool = False,
+        num_in_round: int | None = None,
     ) -> None:
         self.loader = loader
         self.name = name
@@ -125,7 +128,7 @@ class Source:
         self._reports_dropped = True
         self._feed: Feed
         is_empty = allows_empty and length_of(loader) == 0
-        options = SourceOptions(seed, ranks, shuffle_allowed, pin_memory, draws_order)
+        options = SourceOptions(seed, ranks, shuffle_allowed, pin_memory, draws_order, num_in_round)
         check_lengths(loader, name, ranks, training=training)
         if training:
             self._feed = training_feed([] if is_empty else loader, name, options)

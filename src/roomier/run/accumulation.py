@@ -71,48 +71,57 @@ class GlobalBatch:
             change it.
         accumulate: number of micro-batches per step on each rank.
         num_ranks: number of data ranks, each of which processes separate micro-batches.
+        num_in_round: number of samples in a micro-batch of all ranks; None if it is a multiple of ``num_ranks``.
+            Otherwise, some ranks have one sample less than ``batch_size``.
     """
 
     batch_size: int | None
     accumulate: int
     num_ranks: int
+    num_in_round: int | None = None
 
     @property
     def size(self) -> int:
         """Number of samples per step, or number of micro-batches if the size of a micro-batch is unknown."""
-        return (self.batch_size or 1) * self.accumulate * self.num_ranks
+        return self.accumulate * (self.num_in_round or (self.batch_size or 1) * self.num_ranks)
 
     def on(self, num_ranks: int, batch_size: int | None) -> GlobalBatch:
         """Return the same global batch, divided among ``num_ranks`` ranks.
 
         Micro-batches retain their size if a different accumulation compensates for the new number of ranks. Otherwise,
-        the size of the micro-batches is reduced by as little as possible, so the micro-batches still fit in memory.
+        the size of the micro-batches is reduced by as little as possible, so the micro-batches still fit in memory. If
+        the number of samples is not divisible by the number of ranks, some ranks have one sample less than others.
 
         Args:
             num_ranks: new number of ranks.
             batch_size: current batch size of the loader.
 
         Raises:
-            RoomierError: the batch cannot be divided among ``num_ranks`` ranks. The error message lists the valid
-                numbers of ranks.
+            RoomierError: the batch cannot be divided among ``num_ranks`` ranks, each of which requires a sample. The
+                error message lists the valid numbers of ranks.
         """
         if self.batch_size is None or batch_size is None:
             whole = GlobalBatch(None, self.accumulate, self.num_ranks).size
             if whole % num_ranks:
                 raise _indivisible(num_ranks, whole, "micro-batches")
             return GlobalBatch(None, whole // num_ranks, num_ranks)
-        if self.size % num_ranks:
+        largest = min(batch_size * num_ranks, self.size)
+        rounds = [each for each in range(largest, num_ranks - 1, -1) if self.size % each == 0]
+        even = [each for each in rounds if each % num_ranks == 0]
+        if not rounds:
             raise _indivisible(num_ranks, self.size, "samples")
-        of_rank = self.size // num_ranks
-        fitting = next(size for size in range(min(batch_size, of_rank), 0, -1) if of_rank % size == 0)
-        return GlobalBatch(fitting, of_rank // fitting, num_ranks)
+        num_in_round = (even or rounds)[0]
+        batch_size = math.ceil(num_in_round / num_ranks)
+        return GlobalBatch(batch_size, self.size // num_in_round, num_ranks, None if even else num_in_round)
 
     def __str__(self) -> str:
         samples = "" if self.batch_size is None else f" x {self.batch_size} samples"
+        if self.batch_size is not None and self.num_in_round is not None:
+            samples = f" x {self.batch_size - 1} to {self.batch_size} samples"
         return f"{self.num_ranks} ranks x {self.accumulate} micro-batches{samples}"
 
 
 def _indivisible(num_ranks: int, size: int, unit: str) -> RoomierError:
     working = [number for number in range(1, 2 * num_ranks + 1) if size % number == 0]
     action = f"Restart with one of these numbers of ranks: {', '.join(map(str, working))}"
-    return RoomierError("devices", num_ranks, f"must be a divisor of {size}, the number of {unit} in a step", action)
+    return RoomierError("devices", num_ranks, f"these ranks cannot share the {size} {unit} of a step", action)

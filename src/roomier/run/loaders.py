@@ -37,6 +37,8 @@ class RunLoaders:
     Attributes:
         found: the loaders that were used, in the form in which they were passed or defined.
         ranks: the ranks of the run. Their final arrangement is set before a source is created.
+        num_in_round: number of samples in a training micro-batch of all ranks, set by :meth:`set_batch_size`; None if
+            each rank has the same number.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RunLoaders:
         self._loaders = loaders
         self._train_loader: Any = None
         self._set_batch_size: int | None = None
+        self.num_in_round: int | None = None
         self._train: Source | None = None
         self._sources: list[Source] = []
         self._num_training_batches: float | None = None
@@ -107,11 +110,16 @@ class RunLoaders:
         batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
         return batch
 
-    def set_batch_size(self, batch_size: int) -> None:
-        """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used."""
+    def set_batch_size(self, batch_size: int, num_in_round: int | None = None) -> None:
+        """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used.
+
+        Args:
+            batch_size: largest number of samples on a rank.
+            num_in_round: number of samples on all ranks; None if each rank has ``batch_size`` samples.
+        """
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
-        self._set_batch_size = batch_size
+        self._set_batch_size, self.num_in_round = batch_size, num_in_round
 
     @property
     def train_source(self) -> Source:
@@ -126,6 +134,7 @@ class RunLoaders:
                 allows_empty=isinstance(self._module, LightningAdapter),  # a fit of Lightning then ends without a step
                 shuffle_allowed=not self._options.overfit_batches,
                 pin_memory=self._pins,
+                num_in_round=self.num_in_round,
             )
             self._sources.append(self._train)
         return self._train

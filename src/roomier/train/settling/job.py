@@ -138,15 +138,16 @@ def with_global_batch(plan: Plan, module: Module, data: RunLoaders, earlier: Glo
         notice(f"the global batch was {earlier} and is now {now}, {reason}")
         return plan
     kept = earlier.on(now.num_ranks, now.batch_size)
-    if kept.batch_size is not None and kept.batch_size != now.batch_size:
-        data.set_batch_size(kept.batch_size)
+    if kept.batch_size is not None and (kept.batch_size, kept.num_in_round) != (now.batch_size, now.num_in_round):
+        data.set_batch_size(kept.batch_size, kept.num_in_round)
     notice(f"the global batch was {earlier} and is kept as {kept}")
     return with_accumulation(plan, kept.accumulate)
 
 
 def global_batch_of(plan: Plan, data: RunLoaders) -> GlobalBatch:
     """Return the global batch of a fit with ``plan``."""
-    return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, plan.parallel.num_data_ranks)
+    accumulate, num_ranks = plan.batch.accumulate_grad_batches, plan.parallel.num_data_ranks
+    return GlobalBatch(data.batch_size, accumulate, num_ranks, data.num_in_round)
 
 
 @dataclasses.dataclass(frozen=True)
