@@ -111,12 +111,8 @@ class RunLoaders:
         return batch
 
     def set_batch_size(self, batch_size: int, num_in_round: int | None = None) -> None:
-        """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used.
-
-        Args:
-            batch_size: largest number of samples on a rank.
-            num_in_round: number of samples on all ranks; None if each rank has ``batch_size`` samples.
-        """
+        """Set the largest number of samples in a training micro-batch of a rank, and :attr:`num_in_round`. Call this
+        method before ``train_source`` is used."""
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
         self._set_batch_size, self.num_in_round = batch_size, num_in_round
@@ -140,12 +136,7 @@ class RunLoaders:
         return self._train
 
     def count_training_batches(self) -> float:
-        """Return :attr:`num_training_batches`."""
-        return self.num_training_batches
-
-    @property
-    def num_training_batches(self) -> float:
-        """Number of training batches per epoch on each rank: the minimum over all ranks."""
+        """Return the number of training batches per epoch on each rank: the minimum over all ranks."""
         if self._num_training_batches is None:
             source, limit = self.train_source, partial(self._options.limit_batches, "train")
             if source.follow_each_other:  # the limit applies to each part

@@ -181,4 +181,4 @@ class Settled:
 
 def num_steps_of(accumulation: Accumulation, options: LoopOptions, data: RunLoaders) -> float:
     """Return the number of optimizer steps in a full fit. Infinite if unknown."""
-    return min(options.step_limit(), accumulation.num_steps(0, options.epoch_limit(), data.num_training_batches))
+    return min(options.step_limit(), accumulation.num_steps(0, options.epoch_limit(), data.count_training_batches()))

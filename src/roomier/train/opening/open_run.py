@@ -159,7 +159,7 @@ def _batches_of_evaluation(settled: Settled) -> Batches:
 def batches_of_fit(settled: Settled, module: Module) -> Batches:
     """Return the training and validation data of a fit."""
     options, data = settled.request.options, settled.data
-    num_training = data.num_training_batches
+    num_training = data.count_training_batches()
     sources, limits = data.evaluation("val", shuffle_allowed=not options.overfit_batches)
     defines_validation = overrides(module, "validation_step", Module)
     is_wanted = defines_validation and not isinstance(module, ForwardModule) and options.limit_val_batches != 0
