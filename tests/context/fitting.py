@@ -93,12 +93,14 @@ class Fitted(Module):
         loss = loss_of(self.case.network, self.network, batch)
         return loss * self.terms(batch) if self.case.is_sum else loss
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        return -1 if self.case.skipped_from is not None and batch_idx >= self.case.skipped_from else None
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.read.append(batch)
         return self.loss(batch)
+
+
+class Skipping(Fitted):
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if self.case.skipped_from is not None and batch_idx >= self.case.skipped_from else None
 
 
 def on_lightning(fitted: Fitted) -> Any:
@@ -147,7 +149,7 @@ def fit(case: Case) -> Trained:
 
 
 def fit_module(case: Case) -> tuple[Trained, Fitted]:
-    module, rows, norms = Fitted(case), Rows(), Norms()
+    module, rows, norms = Fitted(case) if case.skipped_from is None else Skipping(case), Rows(), Norms()
     strategy: dict[str, Any] = {"name": case.strategy, case.dimension: case.size, **case.of_strategy}
     if case.shard_size is not None:
         strategy["shard_size"] = case.shard_size

@@ -70,8 +70,7 @@ def run_stages(
             )
             events = Events(0, torch.device("cpu"))
             with events.window(0):
-                events._index = number
-                events.begin_micro_batch()
+                events.seed_generators(number)
                 result = stage.forward(plan, partial(step, copied, batch), inputs[-1])
                 outputs.append([result] if plan.is_last else result)
             received = outputs[-1]

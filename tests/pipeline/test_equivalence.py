@@ -52,6 +52,34 @@ def test_a_fit_with_sharded_stages_matches_one_process(on_ranks: RankPool) -> No
     )
 
 
+def interleaved(network: str, num_ranks: int, size: int, per_rank: int, **options: object) -> Case:
+    of_strategy = {"schedule": "interleaved_1f1b", "stages_per_rank": per_rank}
+    return staged(network, num_ranks, size, of_strategy=of_strategy, **options)
+
+
+def test_a_fit_with_interleaved_stages_matches_one_process(on_ranks: RankPool) -> None:
+    check(on_ranks, interleaved("gpt", 2, 2, 3, accumulate=5), interleaved("gpt2", 2, 2, 2, accumulate=1))
+    check(on_ranks, interleaved("gpt", 4, 2, 2, levers={"activation_checkpointing": "full"}))
+
+
+@pytest.mark.more
+def test_interleaved_stages_with_any_number_of_micro_batches(on_ranks: RankPool) -> None:
+    check(on_ranks, *[interleaved("gpt", 2, 2, 2, accumulate=each, num_steps=2) for each in range(1, 9)])
+    check(on_ranks, *[interleaved("gpt", 3, 3, 2, accumulate=each, num_steps=2) for each in range(1, 9)])
+    check(on_ranks, interleaved("mixtral", 4, 2, 2, is_sum=True), interleaved("qwen3", 4, 2, 2, accumulate=3))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_interleaved_stages_are_sharded(on_ranks: RankPool, strategy: str) -> None:
+    cases = [
+        interleaved("gpt", 4, 2, 2, accumulate=3),
+        interleaved("llama 1", 4, 2, 2, levers={"activation_checkpointing": "full"}),
+        interleaved("gpt2", 4, 2, 2, accumulate=1),
+    ]
+    check(on_ranks, *[replace(each, strategy=strategy) for each in cases])
+
+
 @pytest.mark.more
 def test_each_model_with_sharded_stages(on_ranks: RankPool) -> None:
     strategies, schedules = ["zero1", "zero2", "zero3"], ["gpipe", "1f1b"]
@@ -75,10 +103,17 @@ def test_each_model(on_ranks: RankPool) -> None:
     check(on_ranks, *[staged(model, accumulate=1 + index % 5) for index, model in enumerate(MODELS)])
 
 
-@pytest.mark.parametrize(("network", "schedule"), [("encoder dropout", "gpipe"), ("mixtral router", "1f1b")])
-def test_a_fit_has_the_bits_of_one_process(on_ranks: RankPool, network: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("network", "of_strategy"),
+    [
+        ("encoder dropout", {"schedule": "gpipe"}),
+        ("mixtral router", {"schedule": "1f1b"}),
+        ("encoder dropout", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    ],
+)
+def test_a_fit_has_the_bits_of_one_process(on_ranks: RankPool, network: str, of_strategy: dict[str, object]) -> None:
     levers = {"gradient_clip_val": None, "seeding": "events"}
-    case = staged(network, accumulate=5, of_strategy={"schedule": schedule}, levers=levers)
+    case = staged(network, accumulate=5, of_strategy=of_strategy, levers=levers)
     results = on_ranks(2, fit, case)
     one = fit(replace(case, strategy="single", num_ranks=1, size=1, of_strategy={}))
     assert results[0].losses == one.losses

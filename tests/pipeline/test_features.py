@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import roomier
 from roomier.callbacks import BaseFinetuning, Callback, HistogramMonitor, RichModelSummary, SpikeGuard, Throughput
 from roomier.tuner import lr_find
-from tests.pipeline.test_loop import Net, loader, trainer_of
+from tests.pipeline.test_loop import INTERLEAVED, Net, loader, trainer_of
 from tests.ranks.pool import RankPool
 
 
@@ -56,6 +57,31 @@ class Rate(Net):
         return SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
 
 
+class Counting(Rate):
+    """Module whose steps change its attributes and a metric before the last layer, and draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.noise = torchmetrics.MeanMetric()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.seen))
+        self.scale *= 0.99
+        x = x * self.scale + 0.1 * torch.rand_like(x) / len(self.seen)
+        self.noise(x.sum())
+        self.log("noise", self.noise, on_step=self.training, on_epoch=True)
+        self.hidden = self.enter(x)
+        return super().forward(x) + 0.1 * len(self.seen)
+
+    def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        return [batch[0] + 0.01 * torch.rand_like(batch[0]), batch[1]]
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("sum", batch[0].sum() * (1 + batch_idx), on_step=True)
+
+
 class Example(Net):
     example_input_array = torch.zeros(3, 4, dtype=torch.float64)
 
@@ -85,6 +111,8 @@ CASES: dict[str, tuple[type[Net], Callable[[], list[Callback]], dict[str, Any]]]
     "summary, throughput": (Example, lambda: [RichModelSummary(2), Throughput()], {"log_every_n_steps": 1}),
     "profiler": (Net, list, {"profiler": "simple"}),
     "learning rate": (Rate, list, {}),
+    "interleaved": (Counting, lambda: [SpikeGuard("skip")], {}),
+    "interleaved, unfreezing": (Rate, lambda: [Unfreeze()], {}),
 }
 
 
@@ -93,7 +121,10 @@ def fit(name: str, num_stages: int, root: Path) -> dict[str, Any]:
     roomier.seed_everything(3)
     net, folder = kind(), tempfile.mkdtemp(dir=root)
     trainer = trainer_of(
-        folder, num_stages, **{"max_epochs": 2, "enable_checkpointing": False, "callbacks": callbacks(), **options}
+        folder,
+        num_stages,
+        INTERLEAVED if "interleaved" in name else (),
+        **{"max_epochs": 2, "enable_checkpointing": False, "callbacks": callbacks(), **options},
     )
     result: dict[str, Any] = {}
     if name == "learning rate":
@@ -108,6 +139,7 @@ def fit(name: str, num_stages: int, root: Path) -> dict[str, Any]:
     result |= {key: float(value) for key, value in trainer.callback_metrics.items() if key not in rates}
     outputs = trainer.predict(net, loader())
     assert outputs is not None
+    result["seen"] = len(getattr(net, "seen", ()))
     return {**result, "steps": trainer.global_step, "outputs": torch.cat(outputs)}
 
 

@@ -42,6 +42,7 @@ def plan_of(schedule: str, num_ranks: int, recompute: str, strategy: str) -> Pla
                 "devices": num_ranks,
                 "pipeline_parallel_size": 2,
                 "schedule": schedule,
+                "stages_per_rank": 2 if "interleaved" in schedule else 1,
             },
             "batch": {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "seeding": "events"},
             "activation": {"policy": recompute},
@@ -69,6 +70,8 @@ def peaks(schedule: str, num_ranks: int, recompute: str, strategy: str) -> tuple
         ("1f1b", 4, "none", "zero2"),
         ("1f1b", 4, "none", "zero3"),
         ("1f1b", 4, "none", "zero1"),
+        ("interleaved_1f1b", 2, "none", "ddp"),
+        ("interleaved_1f1b", 4, "none", "zero3"),
     ],
     ids=str,
 )
@@ -107,5 +110,8 @@ def test_the_bubble_is_one_micro_batch_for_each_additional_stage(schedule: str) 
     for num_stages in (1, 2, 4):
         passes: list[Any] = [(1.0, 2.0)] * num_stages
         assert played_s(schedule, 8, passes, [0.0] * (num_stages - 1)) == pytest.approx(3.0 * (8 + num_stages - 1))
+        if num_stages > 1:  # a stage takes half the time
+            interleaved_s = played_s("interleaved_1f1b", 8, passes, [0.0] * (2 * num_stages - 1), 2)
+            assert interleaved_s == pytest.approx(3.0 * (8 + (num_stages - 1) / 2))
     slow = [(1.0, 2.0), (2.0, 4.0)]
     assert played_s(schedule, 8, slow, [0.5]) == pytest.approx(1.0 + 0.5 + 8 * 6.0 + 0.5 + 2.0)

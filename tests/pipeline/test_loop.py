@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
-from roomier.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from roomier.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
 from roomier.core.errors import RoomierError
 from tests.ranks.pool import RankFailed, RankPool
 
@@ -64,12 +64,16 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*tensors), batch_size=4)  # the last batch has 3 samples
 
 
-def trainer_of(folder: str, num_stages: int, **options: Any) -> roomier.Trainer:
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+
+
+def trainer_of(folder: str, num_stages: int, settings: Any = (), **options: Any) -> roomier.Trainer:
+    strategy = {"name": "ddp", "pipeline_parallel_size": num_stages, **dict(settings)}
     return roomier.Trainer(
         accelerator="cpu",
         default_root_dir=folder,
         **{
-            "strategy": "single" if num_stages == 1 else {"name": "ddp", "pipeline_parallel_size": num_stages},
+            "strategy": "single" if num_stages == 1 else strategy,
             "devices": num_stages,
             "precision": "64-true",
             "seeding": "events",
@@ -107,25 +111,30 @@ def test_metrics_and_predictions_are_those_of_one_process(on_ranks: RankPool, tm
         torch.testing.assert_close(results[5], outputs, rtol=1e-9, atol=1e-12)
 
 
-def trained(folder: str, num_stages: int, max_steps: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+def trained(
+    folder: str, num_stages: int, max_steps: int, ckpt_path: str | None = None, settings: Any = ()
+) -> dict[str, Tensor]:
     """Train until ``max_steps``, save a checkpoint, and return this rank's weights."""
     net = Net()
     roomier.seed_everything(3 if ckpt_path is None else 4)
-    trainer = trainer_of(folder, num_stages, max_steps=max_steps, enable_checkpointing=False)
+    trainer = trainer_of(folder, num_stages, settings, max_steps=max_steps, enable_checkpointing=False)
     trainer.fit(net, loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(f"{folder}/{num_stages}")
     return {name: each.detach().clone() for name, each in net.named_parameters() if not each.is_meta}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("first", "second", "settings"),
+    [(1, 2, {}), (2, 1, {}), (2, 4, {}), (4, 2, {}), (2, 1, INTERLEAVED), (1, 3, INTERLEAVED)],
+)
 def test_a_run_resumes_with_another_number_of_stages(
-    on_ranks: RankPool, tmp_path: Any, first: int, second: int
+    on_ranks: RankPool, tmp_path: Any, first: int, second: int, settings: dict[str, Any]
 ) -> None:
     expected = trained(str(tmp_path / "whole"), 1, 7)
     folder = str(tmp_path / "parts")
-    trained(folder, 1, 3) if first == 1 else on_ranks(first, trained, folder, first, 3)
-    arguments = (folder, second, 7, f"{folder}/{first}")
+    trained(folder, 1, 3) if first == 1 else on_ranks(first, trained, folder, first, 3, None, settings)
+    arguments = (folder, second, 7, f"{folder}/{first}", settings)
     results = [trained(*arguments)] if second == 1 else on_ranks(second, trained, *arguments)
     weights = {name: each for of_rank in results for name, each in of_rank.items()}
     assert weights.keys() == expected.keys()
@@ -148,9 +157,19 @@ class OwnStep(Net):
         optimizer.step(closure=optimizer_closure)
 
 
-def error_of(folder: str, kind: type[Net], callbacks: list[Any]) -> str:
+class OwnStart(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.start = batch_idx
+
+
+class ReadsGradients(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: roomier.Module) -> None:
+        pass
+
+
+def error_of(folder: str, kind: type[Net], callbacks: list[Any], settings: Any = ()) -> str:
     net = kind()
-    trainer = trainer_of(folder, 2, max_epochs=1, callbacks=callbacks)
+    trainer = trainer_of(folder, 2, settings, max_epochs=1, callbacks=callbacks)
     with pytest.raises(RoomierError) as caught:
         trainer.fit(net, loader())
     assert not any(each.is_meta for each in net.parameters())  # the model has kept its weights
@@ -158,18 +177,20 @@ def error_of(folder: str, kind: type[Net], callbacks: list[Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "callbacks", "text"),
+    ("kind", "callbacks", "settings", "text"),
     [
-        (OwnBackward, [], "backward='OwnBackward': is not supported with stages"),
-        (OwnStep, [], "optimizer_step='OwnStep': is not supported with stages"),
-        (Net, [WeightAveraging()], "callbacks='WeightAveraging': is not supported with stages"),
+        (OwnBackward, [], {}, "backward='OwnBackward': is not supported with stages"),
+        (OwnStep, [], {}, "optimizer_step='OwnStep': is not supported with stages"),
+        (Net, [WeightAveraging()], {}, "callbacks='WeightAveraging': is not supported with stages"),
+        (OwnStart, [], INTERLEAVED, "on_train_batch_start='OwnStart': is not supported with several stages per rank"),
+        (Net, [ReadsGradients()], INTERLEAVED, "on_after_backward='ReadsGradients': is not supported with several"),
     ],
-    ids=["backward", "optimizer_step", "averaging"],
+    ids=["backward", "optimizer_step", "averaging", "on_train_batch_start", "on_after_backward"],
 )
-def test_what_needs_the_full_model_is_rejected(
-    on_ranks: RankPool, tmp_path: Any, kind: type[Net], callbacks: list[Any], text: str
+def test_what_needs_the_full_model_or_gradients_is_rejected(
+    on_ranks: RankPool, tmp_path: Any, kind: type[Net], callbacks: list[Any], settings: Any, text: str
 ) -> None:
-    assert all(text in each for each in on_ranks(2, error_of, str(tmp_path), kind, callbacks))
+    assert all(text in each for each in on_ranks(2, error_of, str(tmp_path), kind, callbacks, settings))
 
 
 def test_an_error_names_the_stage_and_the_micro_batch(on_ranks: RankPool, tmp_path: Any) -> None:

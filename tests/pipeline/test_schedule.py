@@ -10,7 +10,7 @@ from roomier.techniques.pipeline.schedule import SCHEDULES, Action
 
 CASES = [
     (name, num_ranks, stages_per_rank, num_micro_batches)
-    for name, num_ranks, num_micro_batches in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
+    for name, num_ranks, num_micro_batches in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 4, 5, 8, 9))
     for stages_per_rank in ((1,) if name != "interleaved_1f1b" else (1, 2, 3))
 ]
 
@@ -64,6 +64,54 @@ def test_each_schedule_runs_each_pass_once_without_a_deadlock(
         assert num_slots == 2 * (num_micro_batches + num_ranks - 1)
     elif num_micro_batches % num_ranks == 0:  # a smaller bubble, measured in slots of a stage
         assert num_slots == 2 * (num_micro_batches * stages_per_rank + num_ranks - 1)
+
+
+def messages_of(actions: list[Action], num_ranks: int, stages_per_rank: int) -> list[tuple[str, Action]]:
+    """Return the sends and receives of a rank, and the moments at which it waits until a send was received."""
+    num_stages, waiting = num_ranks * stages_per_rank, list[Action]()
+    calls = list[tuple[str, Action]]()
+    for action in actions:
+        stage, index, is_forward = action.stage, action.index, action.is_forward
+        sender, receiver = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+        if 0 <= sender < num_stages:
+            calls.append(("receive", Action(is_forward, sender, index)))
+            if not is_forward:
+                calls.append(("wait", Action(True, stage, index)))
+        if 0 <= receiver < num_stages:
+            calls.append(("send", action))
+            if not is_forward:
+                waiting.append(action)
+                calls += [("wait", waiting.pop(0)) for _ in waiting[num_stages:]]
+    return calls + [("wait", each) for each in waiting]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "stages_per_rank", "num_micro_batches"), CASES)
+def test_ranks_receive_messages_in_their_order(
+    name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> None:
+    ranks = [SCHEDULES[name](rank, num_ranks, stages_per_rank, num_micro_batches) for rank in range(num_ranks)]
+    calls = [messages_of(each, num_ranks, stages_per_rank) for each in ranks]
+    channels: dict[tuple[str, int, int, int], list[Action]] = {}
+    for rank, own in enumerate(calls):
+        for call, action in own:
+            peer = (action.stage + (1 if action.is_forward else -1) if call == "send" else action.stage) % num_ranks
+            number = (2 * action.stage + action.is_forward) % (2 if stages_per_rank == 1 else 4)  # [Note: channels]
+            channels.setdefault((call, rank, peer, number), []).append(action)
+    for (call, rank, peer, number), messages in channels.items():
+        if call == "send" and num_ranks > 1:
+            assert messages == channels["receive", peer, rank, number]
+            assert ("receive", rank, peer, number) not in channels  # each channel has one direction
+    sent, received, places = set[Action](), set[Action](), [0] * num_ranks
+    while any(place < len(own) for place, own in zip(places, calls, strict=True)):
+        before = list(places)
+        for rank, own in enumerate(calls):
+            while places[rank] < len(own):
+                call, action = own[places[rank]]
+                if (call == "receive" and action not in sent) or (call == "wait" and action not in received):
+                    break
+                {"send": sent, "receive": received}.get(call, set()).add(action)
+                places[rank] += 1
+        assert places != before, "the ranks wait for each other"
 
 
 def in_flight(actions: list[Action]) -> int:

@@ -18,6 +18,7 @@ from roomier.train.settling.checks import check_call
 from tests.ranks.pool import RankPool
 
 PIPELINE = {"name": "ddp", "pipeline_parallel_size": 2}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 
 
 def pipeline(**flags: object) -> Plan:
@@ -31,6 +32,7 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
     assert "2 stages, 1f1b" in str(plan)
     gpipe = plan_from_flags(strategy=PIPELINE | {"schedule": "GPipe"}, devices=2)
     assert "2 stages, gpipe" in str(gpipe)
+    assert "4 stages, interleaved_1f1b" in str(plan_from_flags(strategy=PIPELINE | INTERLEAVED, devices=2))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,12 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
         ({"schedule": "1f2b"}, {}, "Did you mean '1f1b'"),
         ({"pipeline_parallel_size": 1, "split": ["blocks.1"]}, {}, "Set pipeline_parallel_size, or remove it"),
         ({"split": "blocks.1,blocks.2"}, {}, "has 2 names, .* Use pipeline_parallel_size=3, or name 1 modules"),
+        ({"schedule": "interleaved_1f1b"}, {}, "stages_per_rank=1: .* Use schedule='1f1b', or stages_per_rank=2"),
+        ({"stages_per_rank": 2}, {}, "stages_per_rank=2: .* Use schedule='interleaved_1f1b'"),
+        ({"stages_per_rank": 2, "schedule": "gpipe"}, {}, "Use schedule='interleaved_1f1b'"),
+        ({"stages_per_rank": 0}, {}, "must be at least 1"),
+        ({"pipeline_parallel_size": 1, "stages_per_rank": 2}, {}, "Set pipeline_parallel_size, or remove it"),
+        (INTERLEAVED | {"split": "blocks.1"}, {}, "has 1 names, .* of the 4 stages after the first. Name 3 modules"),
         ({"context_parallel_size": 2}, {}, "Use context_parallel_size=1"),
         ({"gradient_compression": "powersgd"}, {}, "Set gradient_compression='none'"),
         ({}, {"compile": True}, "Set compile=False"),

@@ -210,8 +210,8 @@ MARKS = {
 
 SETTINGS = {
     "parallel": {
-        *("devices", "num_nodes", "shard_size", "context_parallel_size", "pipeline_parallel_size", "split"),
-        *("compression_rank", "compression_warmup_steps"),
+        *("devices", "num_nodes", "shard_size", "context_parallel_size", "pipeline_parallel_size"),
+        *("stages_per_rank", "split", "compression_rank", "compression_warmup_steps"),
     },
     "batch": {"gradient_clip_val"},
     "optimizer": {"lr", "weight_decay", "options", "warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps"},

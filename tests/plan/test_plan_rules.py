@@ -361,6 +361,7 @@ def test_every_supported_word_is_accepted(field: str, word: str) -> None:
 
 
 PIPELINE = {"strategy": "ddp", "devices": 2, "pipeline_parallel_size": 2}
+STAGES = {"interleaved_1f1b": {"stages_per_rank": 2}}
 OWN_STRATEGY = {"gradient_compression": "ddp", "communication": "zero3"}
 """Strategies of the fields of ``ParallelPlan`` that the strategy ``"single"`` rejects."""
 
@@ -369,7 +370,9 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     needed: dict[str, Mapping[str, object]] = {
         "optimizer": ADAMW,
         "batch": {"gradient_clip_val": 1.0},
-        "parallel": PIPELINE if "schedule" in fields else {"strategy": OWN_STRATEGY.get(next(iter(fields)), "single")},
+        "parallel": PIPELINE | STAGES.get(str(fields.get("schedule")), {})
+        if "schedule" in fields
+        else {"strategy": OWN_STRATEGY.get(next(iter(fields)), "single")},
         "activation": {"budget_bytes": 2**30} if fields.get("policy") == "budget" else {},
         "adapter": {"lora_rank": 8},
         "offload": ON_DISK if "update" in fields else {},

@@ -80,6 +80,7 @@ IRRELEVANT = {
     "parallel.compression_warmup_steps": "a forecast describes a step after the warm-up",
     "parallel.pipeline_parallel_size": "only a dry run forecasts stages; see tests/pipeline/test_forecast.py",
     "parallel.schedule": "only a dry run forecasts stages; see tests/pipeline/test_forecast.py",
+    "parallel.stages_per_rank": "only a dry run forecasts stages; see tests/pipeline/test_forecast.py",
     "parallel.split": "only a dry run forecasts stages; see tests/pipeline/test_forecast.py",
     "batch.seeding": _NO_SHAPE,
     "optimizer.lr": _NO_SHAPE,

@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def stage_index(self) -> int:
-        """Number of the stage of this rank; 0 is the first stage."""
+        """Number of the first stage of this rank, which identifies the rank in its pipeline; 0 is the first stage."""
         return self.stage - 1 - self.coordinate(STAGE)
 
     @property

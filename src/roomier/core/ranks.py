@@ -7,7 +7,7 @@ of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -88,12 +88,21 @@ class Ranks:
         world = self.mesh.data if dimensions == OUTER else World(numbers.index(self.world.rank), len(numbers))
         return self._of(world, _group_of(numbers), Mesh(world))
 
-    def among(self, numbers: Sequence[int]) -> Ranks:
-        """Return the ranks ``numbers``, which include this rank. These ranks must call this method in the same order,
-        because it creates a process group."""
-        numbers = tuple(sorted(numbers))
-        world = World(numbers.index(self.world.rank), len(numbers))
-        return self._of(world, _group_of(numbers), Mesh(world))
+    def among(self, parts: Iterable[Sequence[int]]) -> Ranks | None:
+        """Return the ranks of the one of ``parts`` that includes this rank; None if there is none. All ranks of the run
+        must call this method with the same parts, because it creates process groups."""
+        found = None
+        for numbers in parts:
+            group = _group_of(tuple(sorted(numbers)), 0)
+            if self.world.rank in numbers:
+                world = World(sorted(numbers).index(self.world.rank), len(numbers))
+                found = self._of(world, group, Mesh(world))
+        return found
+
+    def channels(self, num: int) -> list[dist.ProcessGroup]:
+        """Return ``num`` process groups of these ranks, whose messages are independent. All ranks of the run must call
+        this method."""
+        return [_group_of(tuple(range(self.world.size)), channel) for channel in range(1, num + 1)]
 
     def _of(self, world: World, group: dist.ProcessGroup | None, mesh: Mesh) -> Ranks:
         return Ranks(world, group, mesh)
@@ -196,27 +205,33 @@ class Ranks:
             dist.barrier(group=self._group)
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups: dict[tuple[tuple[int, ...], int | None], dist.ProcessGroup] = {}
 _default_group: Any = None  # default process group to which the cached groups belong
 
 
-def _group_of(numbers: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of the ranks ``numbers``, which is created once for the default process group."""
+def _group_of(numbers: tuple[int, ...], channel: int | None = None) -> dist.ProcessGroup:
+    """Return the process group of the ranks ``numbers``, which is created once for the default process group.
+
+    Args:
+        channel: number of the group among groups of the same ranks that all ranks of the run create together. If None,
+            only the ranks ``numbers`` create the group. All of them must have created the same number of groups, from
+            which torch derives the name of the group.
+    """
     global _default_group
     if dist.get_backend() == "fake":  # a dry run
-        return _new_group(numbers)
+        return _new_group(numbers, channel)
     if dist.group.WORLD is not _default_group:
         _default_group = dist.group.WORLD
         _groups.clear()
-    if numbers not in _groups:
-        _groups[numbers] = _new_group(numbers)
-    return _groups[numbers]
+    if (numbers, channel) not in _groups:
+        _groups[numbers, channel] = _new_group(numbers, channel)
+    return _groups[numbers, channel]
 
 
-def _new_group(numbers: tuple[int, ...]) -> dist.ProcessGroup:
+def _new_group(numbers: tuple[int, ...], channel: int | None) -> dist.ProcessGroup:
     with torch_private.without_interception():
         group: dist.ProcessGroup = dist.new_group(
-            list(numbers), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+            list(numbers), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=channel is None
         )
     return group
 

@@ -29,9 +29,9 @@ class StageState:
 
     Args:
         network: network whose parameters are on the meta device if this stage does not store them.
-        owners: for each parameter, and for each buffer of a unit, the numbers of the stages that store it.
+        owners: for each parameter, and for each buffer of a unit, the first stages of the ranks that store it.
         ranks: all ranks of the run.
-        stage: number of this rank's stage.
+        stage: number of this rank's first stage.
     """
 
     def __init__(self, network: nn.Module, owners: Mapping[str, tuple[int, ...]], ranks: Ranks, stage: int) -> None:

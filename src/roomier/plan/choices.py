@@ -228,6 +228,7 @@ CHOICES: dict[str, Mapping[str, Choice]] = {
     "parallel.schedule": {
         "1f1b": Choice(None, "a rank alternates forward and backward passes of micro-batches"),
         "gpipe": Choice(None, "a rank runs all forward passes of a step before the backward passes"),
+        "interleaved_1f1b": Choice(None, "like 1f1b, with several stages on each rank"),
     },
     "parallel.reduce_dtype": {
         "32": _exact("gradients are reduced in float32"),

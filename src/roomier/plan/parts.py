@@ -101,7 +101,10 @@ class ParallelPlan(Part):
             data-parallel. 1 computes the full model on each rank.
         schedule: with a ``pipeline_parallel_size``, order of the passes of a rank. ``"gpipe"`` runs all forward passes
             of a step before the backward passes. ``"1f1b"`` alternates both, so that a rank stores the activations of
-            at most ``pipeline_parallel_size`` micro-batches. None means ``"1f1b"``.
+            at most ``pipeline_parallel_size`` micro-batches. ``"interleaved_1f1b"`` requires several
+            ``stages_per_rank``. None means ``"1f1b"``.
+        stages_per_rank: with ``"interleaved_1f1b"``, number of stages of each rank, so that ranks wait less for each
+            other, but send more messages. The model has ``pipeline_parallel_size * stages_per_rank`` stages.
         split: with a ``pipeline_parallel_size``, names of the modules at which the stages after the first begin,
             separated by commas, such as ``"blocks.3,blocks.6"``; the Trainer also accepts a list. An empty text selects
             them so that the slowest stage is as fast as possible.
@@ -131,6 +134,7 @@ class ParallelPlan(Part):
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     schedule: str | None = None
+    stages_per_rank: int = 1
     split: str = ""
     shard_size: int | None = None
     reduce_dtype: str = "32"
@@ -170,6 +174,11 @@ class ParallelPlan(Part):
     def schedule_of_stages(self) -> str:
         """Order of the passes with a ``pipeline_parallel_size``."""
         return self.schedule or "1f1b"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the model."""
+        return self.pipeline_parallel_size * self.stages_per_rank
 
     @property
     def num_data_ranks(self) -> int:

@@ -95,6 +95,7 @@ RANGES: dict[str, _Range] = {
     "parallel.num_nodes": _Range(1, "Use 1"),
     "parallel.context_parallel_size": _Range(1, "Use 1, so that each rank has its own sequences"),
     "parallel.pipeline_parallel_size": _Range(1, "Use 1, so that each rank computes the full model"),
+    "parallel.stages_per_rank": _Range(1, "Use 1, so that each rank computes one stage"),
     "parallel.shard_size": _Range(1, "Set it to the number of ranks that share one replica of the model"),
     "parallel.compression_rank": _Range(1, "Use 4, or 1 to send the fewest bytes"),
     "parallel.compression_warmup_steps": _Range(3, "Use at least 3, for example a tenth of the run"),
@@ -223,7 +224,7 @@ def single_has_one_rank(plan: PlanParts) -> Iterator[PlanError]:
 
 def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
     """Reject a shard size that does not divide the number of ranks, a shard size without hsdp, a context size or number
-    of stages that does not fit the plan, and a schedule or a split without stages."""
+    of stages that does not fit the plan, and settings of stages without stages."""
     parallel = plan.parallel
     if parallel.context_parallel_size > 1:
         yield from _context_errors(plan, parallel.context_parallel_size)
@@ -231,7 +232,7 @@ def shards_fill_the_ranks(plan: PlanParts) -> Iterator[PlanError]:
         yield from _pipeline_errors(plan, parallel.pipeline_parallel_size)
     else:
         problem, action = "has no effect with pipeline_parallel_size=1", "Set pipeline_parallel_size, or remove it"
-        yield from set_fields(plan, "parallel.schedule parallel.split", problem, action)
+        yield from set_fields(plan, "parallel.schedule parallel.stages_per_rank parallel.split", problem, action)
     if parallel.strategy != "hsdp":
         problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
         yield from set_fields(plan, "parallel.shard_size", problem, "Use strategy='hsdp', or remove shard_size")
@@ -282,10 +283,15 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     elif parallel.num_ranks % size:
         action = f"Use pipeline_parallel_size={_nearest_divisor(parallel.num_ranks, size)}"
         yield PlanError(field, size, f"must divide the number of ranks ({parallel.num_ranks})", action)
-    if parallel.split and len(names := parallel.split.split(",")) != size - 1:
-        problem = f"has {len(names)} names, but must have one for each of the {size} stages after the first"
-        action = f"Use pipeline_parallel_size={len(names) + 1}, or name {size - 1} modules"
-        yield PlanError("parallel.split", parallel.split, problem, action)
+    per_rank, num_stages = parallel.stages_per_rank, parallel.num_stages
+    if (per_rank > 1) != (parallel.schedule_of_stages == "interleaved_1f1b"):
+        problem = f"is not supported with schedule {parallel.schedule_of_stages!r}"
+        action = "Use schedule='interleaved_1f1b'" if per_rank > 1 else "Use schedule='1f1b', or stages_per_rank=2"
+        yield PlanError("parallel.stages_per_rank", per_rank, problem, action)
+    if parallel.split and len(names := parallel.split.split(",")) != num_stages - 1:
+        problem = f"has {len(names)} names, but must have one for each of the {num_stages} stages after the first"
+        fitting = f"Use pipeline_parallel_size={len(names) + 1}, or name" if per_rank == 1 else "Name"
+        yield PlanError("parallel.split", parallel.split, problem, f"{fitting} {num_stages - 1} modules")
     problem = f"is not implemented with pipeline_parallel_size={size}"
     for fields, action in _WITHOUT_PIPELINES.items():
         yield from set_fields(plan, fields, problem, f"{action}, or pipeline_parallel_size=1")

@@ -115,8 +115,9 @@ def _strategy_rows(plan: PlanParts) -> Iterator[Row]:
         words = f"{parallel.context_parallel_size} ranks per sequence"
         yield Row("context", words, Kind.NEAR, "blocks run on slices; attention exchanges them for heads")
     if parallel.pipeline_parallel_size > 1:
-        words = f"{parallel.pipeline_parallel_size} stages, {parallel.schedule_of_stages}"
-        yield Row("pipeline", words, Kind.NEAR, "each rank holds and computes one stage of the model")
+        words = f"{parallel.num_stages} stages, {parallel.schedule_of_stages}"
+        held = "one stage" if parallel.stages_per_rank == 1 else f"{parallel.stages_per_rank} stages"
+        yield Row("pipeline", words, Kind.NEAR, f"each rank holds and computes {held} of the model")
     if parallel.communication != "overlapped":
         yield _row(plan, "communication", "parallel.communication")
     if parallel.find_unused_parameters:

@@ -59,9 +59,9 @@ def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: P
     of_module = {each: name for name, each in network.named_modules()}
     batch = precision_of(plan.precision.mode, _CPU).convert_batch(map_tensors(_with_values, batch))
     trace = trace_of_step(module, "training_step", batch, plan, [of_module[each] for each in blocks])
-    size, schedule = parallel.pipeline_parallel_size, parallel.schedule_of_stages
     split = [each for each in parallel.split.split(",") if each]
-    return find_pipeline(network, blocks, trace, size, schedule, split), trace
+    num_stages, per_rank = parallel.num_stages, parallel.stages_per_rank
+    return find_pipeline(network, blocks, trace, num_stages, parallel.schedule_of_stages, split, per_rank), trace
 
 
 def _with_values(tensor: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap, Counter, deque
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roomier.api.hooks import step_of
 from roomier.api.lightning_module import LightningAdapter
@@ -24,11 +24,12 @@ from roomier.data.peers import compared
 from roomier.data.source import Source
 from roomier.data.turns import Turn
 from roomier.engine.facts import OWNERS
-from roomier.run.logged.results import Results
+from roomier.run.logged.muted import muted
 from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
 from roomier.run.states import RunningStage
 from roomier.techniques.loss.lazy_logits import computed
+from roomier.train.earlier_passes import passes_of
 from roomier.train.step import transfer_of
 
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
@@ -172,6 +173,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
         dataloader_idx: index of the loader; None if the run has only one loader.
     """
     module, results, engine = run.module, run.results, run.engine
+    passes_of(run)
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
     ends = getattr(run.hooks, f"on_{stage}_batch_end")
     own_step = step_of(module, f"{stage}_step", 2 if dataloader_idx is None else 3)
@@ -183,7 +185,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
         results.is_in_batch, engine.hooks.step_name = True, f"{stage}_step"
         try:
             if not counts:
-                with muted(module, results):
+                with muted(module.modules(), results):
                     engine.forward(step, batch)
                 return None
             for hook in starts:
@@ -314,75 +316,6 @@ def _small(value: Any) -> Any:
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.element_size():
         return value.clone()
     return value
-
-
-Undo = Callable[[], Any]
-
-_OF_TORCH = frozenset(vars(nn.Module()))
-_PLAIN = (int, float, complex, str, bytes, type(None), tuple, frozenset)
-
-
-@contextmanager
-def muted(module: nn.Module, results: Results) -> Iterator[None]:
-    """Undo all changes that a step makes to attributes and buffers of ``module`` and its submodules, and ignore logged
-    values.
-
-    These changes include items added to lists, changes to counters, and updates of metric states.
-    """
-    undo: list[Undo] = []
-    for part in module.modules():
-        _keep(part, undo)
-    results.is_muted = True
-    try:
-        yield
-    finally:
-        results.is_muted = False
-        for each in reversed(undo):
-            each()
-
-
-def _keep(part: nn.Module, undo: list[Undo]) -> None:
-    own = vars(part)
-    for name, value in part.named_buffers(recurse=False):
-        undo.append(partial(setattr, part, name, value))
-        _keep_contents(value, undo)
-    names = [name for name in own if name not in _OF_TORCH]
-    kept = {name: own[name] for name in names if isinstance(own[name], (Tensor, list, dict, set, deque, *_PLAIN))}
-
-    def restore() -> None:
-        own.update(kept)
-        for name in [name for name in own if name not in _OF_TORCH and name not in names]:
-            del own[name]
-
-    undo.append(restore)
-    for value in kept.values():
-        _keep_contents(value, undo)
-
-
-def _keep_contents(value: Any, undo: list[Undo]) -> None:
-    if isinstance(value, Tensor):
-        copied = value.detach().clone()
-        undo.append(lambda: value.detach().copy_(copied))
-    elif isinstance(value, (list, deque)):
-        items = list(value)
-
-        def refill() -> None:
-            value.clear()
-            value.extend(items)
-
-        undo.append(refill)
-        for each in items:
-            _keep_contents(each, undo)
-    elif isinstance(value, (dict, set)):
-        content = value.copy()
-
-        def restore() -> None:
-            value.clear()
-            value.update(content)
-
-        undo.append(restore)
-        for each in content.values() if isinstance(content, dict) else ():
-            _keep_contents(each, undo)
 
 
 def note_batches(error: Exception, window: WindowBatches, world: World) -> None:

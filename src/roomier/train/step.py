@@ -21,6 +21,7 @@ from roomier.core.device.events import Events
 from roomier.core.errors import TrainingError
 from roomier.run.progress import WindowBatches
 from roomier.run.run import Run, call
+from roomier.train.earlier_passes import seeded
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
@@ -125,9 +126,8 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
     """Set the hooks that the engine calls inside ``forward_backward``."""
     module, hooks, engine = run.module, run.hooks, run.engine
     start, transfer = step.start, transfer_of(run)
-    if run.events is not None:  # before all functions of the user that run in a micro-batch
-        seeded = run.events.seeded
-        start, transfer = (seeded(start), None) if transfer is None else (start, seeded(transfer))
+    if run.events is not None:
+        start, transfer = seeded(run, run.events, start, transfer)
     engine.hooks = StepHooks(
         batch_loss=step.take_loss,
         before_backward=hooks.on_before_backward,

@@ -52,6 +52,9 @@ class Events:
         data_rank: index of the share of the samples that this rank reads; all ranks that read the same samples have the
             same index.
         coordinate: index of the slice of the sequence that this rank computes.
+
+    Attributes:
+        index: index of the next micro-batch in the window.
     """
 
     def __init__(self, seed: int, device: torch.device, *, data_rank: int = 0, coordinate: int = 0) -> None:
@@ -59,12 +62,12 @@ class Events:
         self.device = device
         self._data_rank = data_rank
         self._coordinate = coordinate
-        self._step = self._index = 0
+        self._step = self.index = 0
 
     @contextmanager
     def window(self, step: int) -> Iterator[None]:
         """Run the micro-batches of one optimizer step in this context, and restore the generators when it ends."""
-        self._step, self._index = step, 0
+        self._step, self.index = step, 0
         with _restored(self.device):
             _running.append(self)
             try:
@@ -75,8 +78,12 @@ class Events:
     def begin_micro_batch(self) -> None:
         """Seed the generators for the next micro-batch of the window. Without a window, this has no effect."""
         if self in _running:
-            _seed(mix_seed(self.seed, self._step, self._data_rank, self._index), self.device)
-            self._index += 1
+            self.seed_generators(self.index)
+            self.index += 1
+
+    def seed_generators(self, index: int) -> None:
+        """Seed the generators for micro-batch ``index`` of the current window."""
+        _seed(mix_seed(self.seed, self._step, self._data_rank, index), self.device)
 
     def seeded(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return ``function``, before each call of which :meth:`begin_micro_batch` is called."""

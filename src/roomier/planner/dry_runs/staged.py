@@ -27,7 +27,7 @@ from roomier.techniques.precision.policy import precision_of
 
 
 def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimator: Estimator) -> Forecast:
-    """Return the forecast of ``plan``, which has a pipeline, for the stage that requires the most memory.
+    """Return the forecast of ``plan``, which has a pipeline, for the rank that requires the most memory.
 
     Args:
         workload: workload whose ``batch_size`` is the micro-batch size.
@@ -39,15 +39,16 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
         RoomierError: the step cannot be divided into stages, or ``build`` rejects the plan.
     """
     parallel, kind = plan.parallel, machine.device.kind
-    ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]  # one for each stage, the first first
+    ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]  # that of the first stage first
     pipeline, trace = stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
     num_ranks = parallel.num_ranks // len(ranks)
-    own = replace(parallel, pipeline_parallel_size=1, schedule=None, split="", devices=num_ranks, num_nodes=1)
+    own = replace(parallel, pipeline_parallel_size=1, schedule=None, stages_per_rank=1, split="")
+    own = replace(own, devices=num_ranks, num_nodes=1)
     if own.devices > machine.devices_per_node:
         own = replace(own, devices=machine.devices_per_node, num_nodes=own.devices // machine.devices_per_node)
     alone = replace(plan, parallel=own if own.num_ranks > 1 else replace(own, strategy="single"))
     num_micro_batches = num_run = plan.batch.accumulate_grad_batches
-    if pipeline.schedule == "1f1b" and kind != "cpu":  # on a CPU, all micro-batches are in memory
+    if pipeline.schedule != "gpipe" and kind != "cpu":  # on a CPU, all micro-batches are in memory
         num_run = min(num_run, 2 * len(ranks))  # later micro-batches need no more memory
     shorter = replace(plan, batch=replace(plan.batch, accumulate_grad_batches=num_run))
     found: list[Forecast] = []
@@ -61,7 +62,7 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
         passes_s.append(_passes_s(estimator, alone, run, found[-1], units))
     link = machine.in_node if parallel.num_nodes == 1 else machine.between_nodes
     message_s = [link.latency_s + num_bytes / link.bytes_per_s for num_bytes in _sent_bytes(pipeline, trace)]
-    total_s = played_s(pipeline.schedule, num_micro_batches, passes_s, message_s)
+    total_s = played_s(pipeline.schedule, num_micro_batches, passes_s, message_s, pipeline.stages_per_rank)
     times = [each.time for each in found if each.time is not None]
     slowest = max(times, key=lambda each: each.compute_s)
     time = StepTime(
@@ -73,13 +74,18 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
         bubble_s=total_s - slowest.compute_s,
     )
     peaks = ", ".join(format_bytes(each.peak_bytes) for each in found)
-    remark = f"The stages need {peaks}, and the slowest stage waits for {time.bubble_s / time.total_s:.0%} of a step."
+    what = "stage" if pipeline.stages_per_rank == 1 else "rank"
+    remark = f"The {what}s need {peaks}, and the slowest {what} waits for {time.bubble_s / time.total_s:.0%} of a step."
     worst = max(found, key=lambda each: each.peak_bytes)
     return replace(worst, plan=plan, time=time, remark=f"{remark} {worst.remark}".strip())
 
 
 def played_s(
-    schedule: str, num_micro_batches: int, passes_s: Sequence[tuple[float, float]], message_s: Sequence[float]
+    schedule: str,
+    num_micro_batches: int,
+    passes_s: Sequence[tuple[float, float]],
+    message_s: Sequence[float],
+    stages_per_rank: int = 1,
 ) -> float:
     """Return the duration of all passes of a step in seconds, as executed by
     :class:`roomier.engine.staged.StagedEngine`.
@@ -87,17 +93,22 @@ def played_s(
     Args:
         schedule: name of the schedule.
         num_micro_batches: number of micro-batches in the step.
-        passes_s: for each stage, the durations of the forward and of the backward pass of one micro-batch.
+        passes_s: for each rank of a pipeline, the durations of the forward and of the backward pass of one micro-batch,
+            which are divided equally among its stages.
         message_s: for each boundary between two stages, the time in which a message arrives.
+        stages_per_rank: number of stages of each rank.
     """
-    last = len(passes_s) - 1
-    queues = [deque(SCHEDULES[schedule](stage, last + 1, 1, num_micro_batches)) for stage in range(last + 1)]
-    free_s = [0.0] * (last + 1)
+    num_ranks, last = len(passes_s), len(passes_s) * stages_per_rank - 1
+    queues = [
+        deque(SCHEDULES[schedule](rank, num_ranks, stages_per_rank, num_micro_batches)) for rank in range(num_ranks)
+    ]
+    free_s = [0.0] * num_ranks
     done_s: dict[tuple[bool, int, int], float] = {}
     while any(queues):
-        for stage, queue in enumerate(queues):
+        for rank, queue in enumerate(queues):
+            forward_s, backward_s = (each / stages_per_rank for each in passes_s[rank])
             while queue:
-                action, (forward_s, backward_s) = queue[0], passes_s[stage]
+                action, stage = queue[0], queue[0].stage
                 sender = stage - 1 if action.is_forward else stage + 1
                 key, arrives_s = (action.is_forward, sender, action.index), 0.0
                 if 0 <= sender <= last:
@@ -107,8 +118,8 @@ def played_s(
                 duration_s = forward_s if action.is_forward else backward_s
                 if stage == last:  # it runs the backward pass directly after the forward pass
                     duration_s = forward_s + backward_s if action.is_forward else 0.0
-                free_s[stage] = max(free_s[stage], arrives_s) + duration_s
-                done_s[action.is_forward, stage, action.index] = free_s[stage]
+                free_s[rank] = max(free_s[rank], arrives_s) + duration_s
+                done_s[action.is_forward, stage, action.index] = free_s[rank]
                 queue.popleft()
     return max(free_s)
 
@@ -127,7 +138,7 @@ def _passes_s(
 
 
 def _units_of(workload: Workload, plan: Plan, pipeline: Pipeline, stage: int) -> list[Unit]:
-    """Return the units of the network, with only the weights that ``stage`` stores."""
+    """Return the units of the network, with only the weights that the rank whose first stage is ``stage`` stores."""
     network, precision = network_of(workload.module), precision_of(plan.precision.mode, torch.device("cpu"))
     owners = pipeline.owners(network, workload.blocks)
     units = units_with_weights(network, workload.blocks, precision.autocast_dtype, precision.weight_dtype)

@@ -25,7 +25,7 @@ class Stages(Parallel):
     Args:
         network: network whose absent parameters are on the meta device.
         ranks: all ranks of the run.
-        owners: for each parameter, the numbers of the stages that store it.
+        owners: for each parameter, the first stages of the ranks that store it.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
     """
 
@@ -38,12 +38,13 @@ class Stages(Parallel):
     ) -> None:
         self._replicas, self._column, self._wire_dtype = ranks.along(REPLICATE), ranks.along(STAGE), wire_dtype
         self._network, self._owners_by_name, self._stage = network, owners, ranks.mesh.stage_index
-        of_stages = ranks.mesh.along(STAGE)[::-1]
-        self._sharing = {
-            stages: ranks.among([of_stages[stage] for stage in stages])
-            for stages in sorted({*owners.values()})
-            if len(stages) > 1 and self._stage in stages
-        }
+        size = ranks.world.size // ranks.mesh.stage
+        columns = [range(ranks.world.size)[first::size][::-1] for first in range(size)]  # the ranks of each stage
+        self._sharing: dict[tuple[int, ...], Ranks] = {}
+        for stages in sorted(each for each in {*owners.values()} if len(each) > 1):
+            sharing = ranks.among([column[stage] for stage in stages] for column in columns)
+            if sharing is not None:
+                self._sharing[stages] = sharing
 
     def set_last(self, *, is_last: bool) -> None:
         """Set whether the next backward pass is the last one of its step."""

@@ -25,12 +25,15 @@ class Pipeline:
         starts: the events at which the stages after the first begin: the name of the unit, and the number of earlier
             calls of this unit in the step.
         users: for each unit, and for each parameter that glue reads, the numbers of the stages that use it.
-        schedule: name of the order in which a stage runs the micro-batches of a step.
+        schedule: name of the order in which a rank runs the micro-batches of a step.
+        stages_per_rank: number of stages of each rank. With ``n`` ranks, stages ``r``, ``r + n``, ``r + 2 * n`` and so
+            on belong to the same rank.
     """
 
     starts: tuple[tuple[str, int], ...]
     users: Mapping[str, tuple[int, ...]]
     schedule: str
+    stages_per_rank: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -48,14 +51,20 @@ class Pipeline:
         if any(a >= b for a, b in pairwise(cuts)):
             units = ", ".join(name for name, _ in self.starts)
             problem = f"the stages begin at {units}, but a step does not call these modules in this order"
-            raise PlanError(FIELD, self.num_stages, problem, "Call the same blocks in each step, or use 'zero3'")
+            raise PlanError(
+                FIELD,
+                self.num_stages // self.stages_per_rank,
+                problem,
+                "Call the same blocks in each step, or use 'zero3'",
+            )
         return StagePlan(trace, cuts[stage], cuts[stage + 1])
 
     def owners(self, network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-        """Return, for each parameter and each buffer of a unit, the numbers of the stages that store it, in ascending
-        order. Shared weights, and weights that glue reads, can have several stages. Unused parameters belong to the
-        last stage.
+        """Return, for each parameter and each buffer of a unit, the first stages of the ranks that store it, in
+        ascending order. Shared weights, and weights that glue reads, can be on several ranks. Unused parameters belong
+        to the rank of the last stage.
         """
+        num_ranks = self.num_stages // self.stages_per_rank
         parameters: dict[nn.Parameter, str] = {each: name for name, each in network.named_parameters()}
         found: dict[str, set[int]] = {name: set() for name in parameters.values()}
         for name, unit in find_units(network, blocks).items():
@@ -64,7 +73,8 @@ class Pipeline:
                 found.setdefault(each, set()).update(self.users.get(name, ()))
         for name in found:
             found[name].update(self.users.get(name, ()))
-        return {name: tuple(sorted(stages)) or (self.num_stages - 1,) for name, stages in found.items()}
+        of_ranks = {name: {stage % num_ranks for stage in stages} for name, stages in found.items()}
+        return {name: tuple(sorted(ranks)) or (num_ranks - 1,) for name, ranks in of_ranks.items()}
 
 
 def find_pipeline(
@@ -74,6 +84,7 @@ def find_pipeline(
     num_stages: int,
     schedule: str,
     split: Sequence[str] = (),
+    stages_per_rank: int = 1,
 ) -> Pipeline:
     """Divide the events of ``trace`` into stages, so that the slowest stage is as fast as possible.
 
@@ -93,7 +104,11 @@ def find_pipeline(
         begins = separate
     if len(begins) < num_stages - 1:
         problem = f"a step calls only {len(names)} modules with parameters ({', '.join(names)})"
-        raise PlanError(FIELD, num_stages, problem, f"Use at most {FIELD}={len(names)}, or strategy='zero3'")
+        action = f"Use at most {FIELD}={len(names) // stages_per_rank}, or strategy='zero3'"
+        if stages_per_rank > 1:
+            problem += f", but {stages_per_rank} stages per rank require {num_stages}"
+            action = f"Use at most stages_per_rank={len(names) * stages_per_rank // num_stages}"
+        raise PlanError(FIELD, num_stages // stages_per_rank, problem, action)
     times = [sum(each.numel() for each in _multiplied(units[name])) for name in names]
     places = {names[number]: number for number in reversed(separate)}  # of the first calls
     if unknown := [each for each in split if each not in places]:
@@ -113,7 +128,7 @@ def find_pipeline(
             if number < last or is_last:
                 users.setdefault(name, set()).add(stage)
     stages = {name: tuple(sorted(found)) for name, found in users.items()}
-    return Pipeline(tuple(_calls(names)[cut] for cut in cuts), stages, schedule)
+    return Pipeline(tuple(_calls(names)[cut] for cut in cuts), stages, schedule, stages_per_rank)
 
 
 def _calls(names: Sequence[str]) -> list[tuple[str, int]]:

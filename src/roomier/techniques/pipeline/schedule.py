@@ -43,17 +43,20 @@ def one_forward_one_backward(rank: int, num_ranks: int, stages_per_rank: int, nu
     """Return an order in which a rank starts as few micro-batches as possible before it alternates forward and backward
     passes (Narayanan et al. 2021, section 2.2).
 
-    With several stages per rank, the order is the interleaved one: micro-batches advance in groups of ``num_ranks``.
+    With several stages per rank, the order is the interleaved one: micro-batches advance in groups of ``num_ranks``. If
+    the last group is not complete, the order is that of a complete group, without the missing micro-batches.
     """
-    forwards = _interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, is_forward=True)
-    backwards = _interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, is_forward=False)
+    num_padded = -(-num_micro_batches // num_ranks) * num_ranks
+    forwards = _interleaved(rank, num_ranks, stages_per_rank, num_padded, is_forward=True)
+    backwards = _interleaved(rank, num_ranks, stages_per_rank, num_padded, is_forward=False)
     if stages_per_rank == 1:
         num_started = num_ranks - 1 - rank
     else:
         num_started = 2 * (num_ranks - 1 - rank) + (stages_per_rank - 1) * num_ranks
     num_started = min(num_started, len(forwards))
     steady = [each for pair in zip(forwards[num_started:], backwards, strict=False) for each in pair]
-    return forwards[:num_started] + steady + backwards[len(forwards) - num_started :]
+    actions = forwards[:num_started] + steady + backwards[len(forwards) - num_started :]
+    return [each for each in actions if each.index < num_micro_batches]
 
 
 def _interleaved(
@@ -64,7 +67,7 @@ def _interleaved(
         Action(is_forward, rank + chunk * num_ranks, index)
         for first in range(0, num_micro_batches, num_ranks)
         for chunk in chunks
-        for index in range(first, min(first + num_ranks, num_micro_batches))
+        for index in range(first, first + num_ranks)
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.api.callback import KeepsWeights
+from roomier.api.callback import Callback, KeepsWeights
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
@@ -93,6 +93,18 @@ def _check_supported(settled: Settled, module: Module) -> None:
     for each in settled.callbacks:
         if isinstance(each, KeepsWeights):
             raise RoomierError("callbacks", type(each).__name__, problem, "Remove it, or use pipeline_parallel_size=1")
+    if settled.plan.parallel.stages_per_rank > 1:
+        _check_hooks_of_micro_batches(settled, module)
+
+
+def _check_hooks_of_micro_batches(settled: Settled, module: Module) -> None:
+    # The stages of a rank run a micro-batch at different times, and other micro-batches in between.
+    problem = "is not supported with several stages per rank, which run parts of different micro-batches in turn"
+    for name, owners in {"on_train_batch_start": [], "on_after_backward": settled.callbacks}.items():
+        found = [each for each in owners if overrides(each, name, Callback)]
+        if overrides(module, name, Module) or found:
+            action = f"Remove {name}, or use stages_per_rank=1 and schedule='1f1b'"
+            raise RoomierError(name, type(found[0] if found else module).__name__, problem, action)
 
 
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
