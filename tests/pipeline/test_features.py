@@ -82,6 +82,27 @@ class Counting(Rate):
         self.log("sum", batch[0].sum() * (1 + batch_idx), on_step=True)
 
 
+class Twice(Net):
+    """Module with two forward passes in a training step, which logs values that no later layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[1] = nn.LayerNorm(8, dtype=torch.float64)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        entered = self.enter(batch[0])
+        other = self(batch[0]).square().mean()
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"entered": entered.norm(), "other": other}, on_epoch=True)
+        return loss + other
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        entered = self.enter(batch[0]).norm()
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+        self.log("val_entered", self.all_gather(entered).norm())
+
+
 class Example(Net):
     example_input_array = torch.zeros(3, 4, dtype=torch.float64)
 
@@ -105,6 +126,7 @@ class Unfreeze(BaseFinetuning):
 
 CASES: dict[str, tuple[type[Net], Callable[[], list[Callback]], dict[str, Any]]] = {
     "hooks": (Busy, list, {}),
+    "two passes": (Twice, list, {}),
     "unfreezing": (Rate, lambda: [Unfreeze()], {}),
     "spikes": (NotFinite, lambda: [SpikeGuard("skip")], {}),
     "histograms": (Net, lambda: [HistogramMonitor(4)], {"logger": True}),

@@ -96,6 +96,8 @@ def test_without_the_reads_of_python_the_result_is_wrong(kind: str, name: str, m
 
 
 def test_rejected_steps_name_the_module() -> None:
+    with pytest.raises(PlanError, match="norm runs on several ranks, each of which would update other statistics"):
+        run_stages(glue("statistics"), lambda network, batch: network(batch) + network(batch), features(1), 2)
     with pytest.raises(TrainingError, match=r"use_reentrant=True: calls layers.0 .* Pass use_reentrant=False"):
         traced(glue("reentrant"), loss_of, features(1)[0])
     with pytest.raises(

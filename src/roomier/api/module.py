@@ -453,7 +453,7 @@ class Module(HasHyperParameters, ModuleHooks):
 
         Args:
             data: a tensor, a number, or nested mappings, lists and tuples of tensors and numbers.
-            group: a process group; None for all ranks.
+            group: a process group; None for all ranks, or in a pipeline, the ranks of the same stage.
             sync_grads: if True, propagate gradients to the rank that provided each tensor.
         """
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)

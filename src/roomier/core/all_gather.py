@@ -19,10 +19,13 @@ def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None,
     rank, tensors are returned unchanged.
 
     Args:
-        group: process group; None selects all ranks.
+        group: process group; None selects all ranks, or those of the same stage, because a step does not reach the
+            same calls on other stages.
         has_gradients: True to make the result differentiable. In the backward pass, the gradient of the result is
             summed over the ranks, and each rank receives its slice of the sum.
     """
+    if ranks.mesh.stage > 1 and group is None:
+        ranks, group = ranks.data, ranks.data.process_group
 
     def gathered(leaf: Any) -> Tensor:
         tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device)

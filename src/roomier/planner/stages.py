@@ -41,8 +41,12 @@ def trace_of_step(module: Module, name: str, batch: Any, plan: Plan, blocks: Col
         network = network_of(copied)
         initialise_buffers(network)  # glue reads their values
         units = find_units(network, [network.get_submodule(each) for each in blocks])
-        step, given = step_of(copied, name), copy.deepcopy(batch)
-        return trace_step(network, units, lambda: step(given, 0))
+        step, given, logged = step_of(copied, name), copy.deepcopy(batch), list[Any]()
+        log = lambda *args, **kwargs: logged.append((args, kwargs))  # noqa: E731
+        for part in copied.modules():
+            if "log" in vars(part):
+                vars(part).update(log=log, log_dict=log)
+        return trace_step(network, units, lambda: (step(given, 0), logged))
 
 
 def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: Plan) -> tuple[Pipeline, Trace]:

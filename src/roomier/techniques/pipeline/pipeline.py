@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -41,14 +41,23 @@ class Pipeline:
         return len(self.starts) + 1
 
     def plan_of(self, trace: Trace, stage: int) -> StagePlan:
-        """Return the events of ``trace`` that ``stage`` runs.
+        """Return the events of ``trace`` that ``stage`` runs. If the step does not call the units at which the stages
+        begin as often as the step of the first batch, the stages begin at other units that they store.
 
         Raises:
-            PlanError: the step does not call the units at which the stages begin, or calls them in another order.
+            PlanError: no stages store the units in the order in which the step calls them.
         """
-        events = _calls([event.unit for event in trace.events])
+        names = [event.unit for event in trace.events]
+        events = _calls(names)
         cuts = [0, *(events.index(start) if start in events else -1 for start in self.starts), len(events)]
         if any(a >= b for a, b in pairwise(cuts)):
+
+            def stores(stage: int, first: int, last: int) -> bool:
+                return all(stage in self.users.get(name, (self.num_stages - 1,)) for name in names[first:last])
+
+            begins = [number for number in range(1, len(names)) if number not in trace.joined]
+            cuts = [0, *_balanced([1] * len(names), begins, self.num_stages, stores), len(names)]
+        if len(cuts) <= self.num_stages:
             units = ", ".join(name for name, _ in self.starts)
             problem = f"the stages begin at {units}, but a step does not call these modules in this order"
             raise PlanError(
@@ -93,7 +102,7 @@ def find_pipeline(
 
     Raises:
         PlanError: the step has fewer events than ``num_stages``, does not call a unit of ``split``, or calls these
-            units in another order.
+            units in another order; or a BatchNorm runs on several ranks.
     """
     units = find_units(network, blocks)
     names = [event.unit for event in trace.events]
@@ -127,6 +136,12 @@ def find_pipeline(
         for name, number in trace.weights.items():
             if number < last or is_last:
                 users.setdefault(name, set()).add(stage)
+    num_ranks = num_stages // stages_per_rank
+    for name in units.keys() & users.keys():
+        is_shared = len({stage % num_ranks for stage in users[name]}) > 1
+        if is_shared and any("running_mean" in each for each, _ in units[name].named_buffers()):
+            problem = f"{name} runs on several ranks, each of which would update other statistics of BatchNorm"
+            raise PlanError(FIELD, num_ranks, problem, "Use GroupNorm or LayerNorm, or strategy='zero3'")
     stages = {name: tuple(sorted(found)) for name, found in users.items()}
     return Pipeline(tuple(_calls(names)[cut] for cut in cuts), stages, schedule, stages_per_rank)
 
@@ -145,20 +160,25 @@ def _multiplied(unit: nn.Module) -> list[nn.Parameter]:
     return [each for each in unit.parameters() if each.dim() > 1 and id(each) not in tables]
 
 
-def _balanced(times: Sequence[float], begins: Sequence[int], num_stages: int) -> list[int]:
+def _balanced(
+    times: Sequence[float],
+    begins: Sequence[int],
+    num_stages: int,
+    stores: Callable[[int, int, int], bool] = lambda stage, first, last: True,
+) -> list[int]:
     """Return the numbers in ``begins`` at which all stages but the first begin, so that the largest time of a stage is
-    minimal."""
+    minimal. Return an empty list if ``stores`` returns False for a stage, its first event and the event after it."""
     before = [0, *accumulate(times)]
     ends = [*begins, len(times)]
-    best: dict[int, tuple[float, list[int]]] = {end: (before[end], []) for end in ends}  # of the first stage
-    for _ in range(num_stages - 1):
-        best = {
-            end: min(
+    best: dict[int, tuple[float, list[int]]] = {end: (before[end], []) for end in ends if stores(0, 0, end)}
+    for stage in range(1, num_stages):
+        found = {
+            end: [
                 (max(slowest, before[end] - before[cut]), [*cuts, cut])
                 for cut, (slowest, cuts) in best.items()
-                if cut < end
-            )
+                if cut < end and stores(stage, cut, end)
+            ]
             for end in ends
-            if any(cut < end for cut in best)
         }
-    return best[len(times)][1]
+        best = {end: min(each) for end, each in found.items() if each}
+    return best.get(len(times), (0, []))[1]
