@@ -56,7 +56,7 @@ def engine_of(plan: Plan, module: Module, ranks: Ranks | None = None, batch: Any
             region, _ = find_context_region(module, batch, plan)
             facts = replace(facts, region=region)
         if parallel.pipeline_parallel_size > 1:
-            facts = replace(facts, pipeline=find_stages(module, facts.blocks, batch, plan)[0])
+            facts = replace(facts, pipeline=find_stages(module, facts.blocks, batch, plan))
         kind = StagedEngine if facts.pipeline is not None else EagerEngine
         engine, _ = build(
             plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), kind, ranks, facts=facts

@@ -20,8 +20,8 @@ from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.dry_runs.staged import forecast_of_stages, played_s
 from roomier.planner.forecast import StepTime
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.formula.stages import traced_stages
 from roomier.planner.hardware.this_machine import this_machine
-from roomier.planner.stages import find_stages
 from roomier.planner.workload import Workload
 from tests.ranks.pool import RankPool
 
@@ -56,7 +56,7 @@ def peaks(schedule: str, num_ranks: int, recompute: str, strategy: str) -> tuple
     plan, (network, batch) = plan_of(schedule, num_ranks, recompute, strategy), model()
     ranks = Ranks(World(dist.get_rank(), num_ranks, dist.get_rank(), 0, num_ranks))
     workload = Workload.of(network, batch)
-    stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
+    stages = traced_stages(workload, plan)
     run = dry_run(workload, plan, rank=dist.get_rank(), stages=stages)
     mesh = plan.parallel.mesh_on(ranks.world)
     return mesh.stage_index, run.peak_bytes, measured_peak(network, batch, plan, ranks).total()
@@ -103,6 +103,27 @@ def test_forecasts_of_a_split_and_of_two_nodes() -> None:
     assert uneven.compute_s > forecast(2).compute_s
     assert uneven.communication_s == 0  # no rank has the same stage
     assert forecast(2, num_nodes=2).communication_s > 0  # two ranks of each stage sum their gradients
+
+
+class Scaled(Trained):
+    """A model with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(model()[0].network)
+        self.scale = torch.ones(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+def test_the_forecast_of_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        network = Scaled()
+    workload, machine = Workload.of(network, model()[1]), this_machine(2, 1, "cpu", None)
+    plan = plan_of("1f1b", 2, "none", "ddp")
+    found = forecast_of_stages(workload, plan, machine, Estimator(workload, machine))
+    workload = Workload.of(*model())
+    assert found.peak_bytes == forecast_of_stages(workload, plan, machine, Estimator(workload, machine)).peak_bytes
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

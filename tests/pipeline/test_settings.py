@@ -39,7 +39,6 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
     ("strategy", "flags", "message"),
     [
         ({"name": "hsdp", "shard_size": 2}, {}, "only with 'ddp', 'zero1', 'zero2' and 'zero3', not 'hsdp'"),
-        ({"name": "auto"}, {}, "whose search does not include stages"),
         ({"pipeline_parallel_size": 3}, {}, "Use pipeline_parallel_size=2"),
         ({"pipeline_parallel_size": 0}, {}, "must be at least 1"),
         ({"pipeline_parallel_size": 1, "schedule": "gpipe"}, {}, "Set pipeline_parallel_size, or remove it"),
@@ -62,7 +61,6 @@ def test_a_pipeline_implies_seeding_by_events() -> None:
         ({}, {"activation_checkpointing": 0.5}, "Use activation_checkpointing='full'"),
         ({}, {"optimizer": "onebit_adam"}, "Use optimizer='adamw'"),
         ({}, {"step_in_backward": True}, "Set step_in_backward=False"),
-        ({}, {"memory_budget": "4GiB"}, "Remove memory_budget"),
         ({}, {"seeding": "stream"}, "Set seeding='events'"),
     ],
 )

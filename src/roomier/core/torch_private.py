@@ -574,9 +574,15 @@ def is_view_operation(operator: Any) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
 
 
-def draws(operator: torch._ops.OpOverload) -> bool:
-    """Return whether ``operator`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+def draws(operator: torch._ops.OpOverload, args: Sequence[Any] | None = None, kwargs: Any = None) -> bool:
+    """Return whether ``operator`` draws random numbers. With arguments, attention without dropout draws none."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [each.name for each in operator._schema.arguments]
+    if args is None or "dropout_p" not in names:
+        return True
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    return bool(given.get("dropout_p", 0.0))
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

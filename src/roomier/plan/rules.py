@@ -276,9 +276,8 @@ def _pipeline_errors(plan: PlanParts, size: int) -> Iterator[PlanError]:
     """Reject a number of stages that the strategy or the number of ranks does not support, and techniques that are not
     implemented for stages."""
     parallel, field = plan.parallel, "parallel.pipeline_parallel_size"
-    if parallel.strategy in ("single", "hsdp", "auto"):
-        reason = ", whose search does not include stages" if parallel.strategy == "auto" else ""
-        problem = f"is supported only with 'ddp', 'zero1', 'zero2' and 'zero3', not {parallel.strategy!r}{reason}"
+    if parallel.strategy in ("single", "hsdp"):
+        problem = f"is supported only with 'ddp', 'zero1', 'zero2' and 'zero3', not {parallel.strategy!r}"
         yield PlanError(field, size, problem, "Use strategy='zero2', or pipeline_parallel_size=1")
     elif parallel.num_ranks % size:
         action = f"Use pipeline_parallel_size={_nearest_divisor(parallel.num_ranks, size)}"
@@ -316,7 +315,6 @@ _WITHOUT_PIPELINES = {
     "optimizer.step_in_backward": "Set step_in_backward=False",
     "offload.optimizer_states offload.parameters offload.activations": "Remove it",
     "compile.enabled": "Set compile=False",
-    "choice.memory_budget_bytes": "Remove memory_budget",
 }
 """Fields that must have their default values in a pipeline, with the advice in the error."""
 

@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roomier.api.hooks import step_of
 from roomier.api.module import Module, network_of
-from roomier.core.tree import map_tensors
 from roomier.engine.materialise import initialise_buffers
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import copied_module
@@ -19,6 +18,16 @@ from roomier.techniques.pipeline.pipeline import Pipeline, find_pipeline
 from roomier.techniques.pipeline.trace import Trace, parameters_without_values, trace_step
 from roomier.techniques.pipeline.units import find_units
 from roomier.techniques.precision.policy import precision_of
+
+GRADIENT_HOOKS = (
+    "backward",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""Hooks that read the loss or the gradients of a step, of which a stage has only its own."""
 
 _CPU = torch.device("cpu")
 
@@ -49,9 +58,8 @@ def trace_of_step(module: Module, name: str, batch: Any, plan: Plan, blocks: Col
         return trace_step(network, units, lambda: (step(given, 0), logged))
 
 
-def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: Plan) -> tuple[Pipeline, Trace]:
-    """Return the stages of ``module`` under ``plan``, and the trace of the training step for ``batch``. Tensors of the
-    batch that are on the meta device count as zeros.
+def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: Plan) -> Pipeline:
+    """Return the stages of ``module`` under ``plan``, by a trace of the training step for ``batch``.
 
     Args:
         blocks: the blocks of the network in ``module``.
@@ -59,14 +67,16 @@ def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: P
     Raises:
         RoomierError: the step cannot be divided into the stages of the plan.
     """
-    network, parallel = network_of(module), plan.parallel
+    network = network_of(module)
     of_module = {each: name for name, each in network.named_modules()}
-    batch = precision_of(plan.precision.mode, _CPU).convert_batch(map_tensors(_with_values, batch))
+    batch = precision_of(plan.precision.mode, _CPU).convert_batch(batch)
     trace = trace_of_step(module, "training_step", batch, plan, [of_module[each] for each in blocks])
+    return divided(network, blocks, trace, plan)
+
+
+def divided(network: nn.Module, blocks: Sequence[nn.Module], trace: Trace, plan: Plan) -> Pipeline:
+    """Return the stages of ``network`` under ``plan``; see :func:`find_stages`."""
+    parallel = plan.parallel
     split = [each for each in parallel.split.split(",") if each]
     num_stages, per_rank = parallel.num_stages, parallel.stages_per_rank
-    return find_pipeline(network, blocks, trace, num_stages, parallel.schedule_of_stages, split, per_rank), trace
-
-
-def _with_values(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+    return find_pipeline(network, blocks, trace, num_stages, parallel.schedule_of_stages, split, per_rank)

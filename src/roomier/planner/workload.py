@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ class Workload:
         batch: micro-batch in the form that the loader yields.
         batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
         copies: copies of the weights that callbacks of the run hold, such as averages.
+        traces: traces of the step for pipelines, by precision and batch size. They are added on demand.
 
     Raises:
         RoomierError: the module uses manual optimization, so the operations of a step cannot be determined in advance.
@@ -44,6 +45,7 @@ class Workload:
     batch: Any
     batch_size: int
     copies: tuple[KeptWeights, ...] = ()
+    traces: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.module.automatic_optimization:

@@ -81,17 +81,22 @@ def candidates(
     return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
-def with_context_sizes(plan: Plan) -> Iterator[Plan]:
-    """Yield ``plan`` with each context size whose groups of ranks fit on one node, in ascending order. The global batch
-    size is preserved: because there are fewer data-parallel ranks, each accumulates more micro-batches."""
-    for size in range(2, plan.parallel.devices + 1):
-        if plan.parallel.devices % size == 0:
+def with_sizes(plan: Plan, field: str, largest: int) -> Iterator[Plan]:
+    """Yield ``plan`` with each size of groups of ranks that read the same samples, in ascending order. The global batch
+    size is preserved: because there are fewer data-parallel ranks, each accumulates more micro-batches.
+
+    Args:
+        field: ``"context_parallel_size"`` or ``"pipeline_parallel_size"``.
+        largest: number that the sizes divide.
+    """
+    for size in range(2, largest + 1):
+        if largest % size == 0:
             accumulate = plan.batch.accumulate_grad_batches * size
             with suppress(PlanError):
                 yield changed(
                     plan,
                     {
-                        "parallel.context_parallel_size": size,
+                        f"parallel.{field}": size,
                         "batch.seeding": "events",
                         "batch.accumulate_grad_batches": accumulate,
                     },

@@ -7,14 +7,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from roomier.api.blocks import open_blocks
 from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.plan import Plan
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.choosing.candidates import candidates, with_context_sizes
+from roomier.planner.choosing.candidates import (
+    candidates,
+    reason_against_smaller_batches,
+    refused_plan,
+    with_sizes,
+)
 from roomier.planner.choosing.pricing import TIE, Check, Prices, Pricing, time_s
 from roomier.planner.deadline import SEARCH_S, Deadline
 from roomier.planner.forecast import Forecast
+from roomier.planner.formula.stages import reason_against_stages
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.kinds import Kind
 from roomier.planner.workload import Workload
@@ -31,6 +38,8 @@ also use.
 # Maximum number of listed plans that fit, and of listed plans that do not fit. The best plan of each strategy is always
 # listed.
 _NUM_KEPT = 12
+_LEAST_GAIN = 0.1  # relative gain for which stages are considered, because forecasts of communication are uncertain
+_MOST_STAGES = 8  # each stage requires a dry run, and waits for more stages
 
 
 def choose(
@@ -83,8 +92,10 @@ def choose(
             candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch, is_last_resort=is_last_resort)
         )
         chosen = pricing.run()
-        if not (is_last_resort or keeps_micro_batch or plan.parallel.context_parallel_size > 1):
+        is_open = plan.parallel.strategy == "auto" and plan.parallel.num_peers == 1
+        if is_open and not (is_last_resort or keeps_micro_batch):
             chosen = _with_context_size(chosen, pricing, workload, plan, machine)
+            chosen = _with_stages(chosen, pricing, workload, plan, machine)
         if chosen is not None:
             break
     if not pricing.priced:
@@ -103,10 +114,8 @@ def _with_context_size(
     and it makes a step faster only if it replaces recomputation or offloading of activations. Larger sizes exchange
     more data, so the search stops at the first size that does not make the strategy of the chosen plan faster.
     """
-    if plan.parallel.strategy != "auto":
-        return chosen
     strategies = {each.plan.parallel for each in pricing.priced if _fits_alone(each, pricing.budget_bytes)}
-    for sized in with_context_sizes(plan):
+    for sized in with_sizes(plan, "context_parallel_size", plan.parallel.devices):
         if chosen is not None and _activations(chosen.plan) == _activations(plan):
             break
         found = [
@@ -125,6 +134,44 @@ def _with_context_size(
         pricing.add(found)
         chosen = pricing.run()
     return chosen
+
+
+def _with_stages(
+    chosen: Forecast | None, pricing: Pricing, workload: Workload, plan: Plan, machine: Machine
+) -> Forecast | None:
+    """Return ``chosen``, or a plan that divides the model into stages if that plan is faster or no other plan fits.
+
+    Stages save communication, but wait for each other. The search therefore considers only numbers of stages with which
+    a step would be faster by at least :data:`_LEAST_GAIN` if the stages were balanced and messages took no time.
+    """
+    compute_s = min((each.time.compute_s for each in pricing.priced if each.time is not None), default=0.0)
+    pieces = 1 if reason_against_smaller_batches(workload.module) else workload.batch_size
+    most = min(_MOST_STAGES, len(open_blocks(workload.blocks)))
+    sizes = [
+        sized
+        for sized in with_sizes(plan, "pipeline_parallel_size", plan.parallel.num_ranks)
+        if (size := sized.parallel.pipeline_parallel_size) <= most
+        and (
+            chosen is None
+            or compute_s * (1 + (size - 1) / (sized.batch.accumulate_grad_batches * pieces)) * (1 + _LEAST_GAIN)
+            < time_s(chosen)
+        )
+    ]
+    reason = reason_against_stages(workload, plan) if sizes else ""
+    if reason:
+        refused = refused_plan(sizes[0], {"parallel.strategy": "ddp"})
+        pricing.add([Considered(refused, workload.batch_size, reason=f"without stages, because {reason}")])
+    if reason or not sizes:
+        return chosen
+    for sized in sizes:
+        found = [each for each in candidates(workload, sized, machine) if not each.reason]
+        if sized.parallel.num_data_ranks == 1:  # nothing can be sharded
+            found = [each for each in found if each.plan.parallel.strategy == "ddp"]
+        # Fewer micro-batches than this are usually slower, because stages wait for a larger part of the step.
+        numbers = [each.plan.batch.accumulate_grad_batches for each in found]
+        least = min(4 * sized.parallel.pipeline_parallel_size, max(numbers, default=0))
+        pricing.add([each for each, number in zip(found, numbers, strict=True) if number >= least])
+    return pricing.run()
 
 
 def _activations(plan: Plan) -> tuple[object, ...]:

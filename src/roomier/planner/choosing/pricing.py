@@ -31,6 +31,7 @@ from roomier.planner.choice import Considered
 from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.deadline import Deadline
 from roomier.planner.dry_runs.confirm import confirm, is_seen_by_dry_run
+from roomier.planner.dry_runs.staged import forecast_of_stages
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
@@ -86,6 +87,7 @@ class ClosedForms:
     """
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
+        self._workload, self._machine = workload, machine
         self._estimator = Estimator(workload, machine)
         self._dry_runs = DryRuns(workload, machine)
         self._name = type(network_of(workload.module)).__name__
@@ -94,9 +96,11 @@ class ClosedForms:
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank."""
-        if plan.parallel.pipeline_parallel_size > 1:  # stages have no closed form
-            return self._dry_runs.estimate(plan, micro_batch)
         try:
+            if plan.parallel.pipeline_parallel_size > 1:
+                sized = self._workload.with_batch_size(micro_batch)
+                is_estimate = plan.parallel.stages_per_rank == 1
+                return forecast_of_stages(sized, plan, self._machine, self._estimator, is_estimate=is_estimate)
             return self._estimator.estimate(plan, micro_batch)
         except RoomierError as error:
             if not isinstance(error, DryRunError) or error.problem in self._hopeless:
@@ -324,6 +328,6 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     tiers = (offload.optimizer_states, offload.parameters, offload.activations)
     num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
     num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
-    num_levers += plan.parallel.context_parallel_size > 1
+    num_levers += (plan.parallel.context_parallel_size > 1) + (plan.parallel.pipeline_parallel_size > 1)
     worst = max(list(Kind).index(kind) for kind in kinds if kind is not None)
     return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches

@@ -92,7 +92,7 @@ def dry_run(
         like: device type whose kernels determine which tensors are saved for backward; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
         device: device whose speed determines the time of recomputation for an activation budget.
-        stages: result of :func:`roomier.planner.stages.find_stages` for a plan with a pipeline.
+        stages: result of :func:`roomier.planner.formula.stages.traced_stages` for a plan with a pipeline.
 
     Raises:
         RoomierError: ``build`` rejects the plan, shapes in the step depend on unknown values, or an activation budget

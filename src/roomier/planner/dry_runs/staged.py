@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,9 +19,9 @@ from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.formula.estimate import Estimator
+from roomier.planner.formula.stages import part_of_stage, traced_stages
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.weights import Unit, units_with_weights
-from roomier.planner.stages import find_stages
 from roomier.planner.workload import Workload
 from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.pipeline.schedule import SCHEDULES
@@ -26,7 +29,9 @@ from roomier.techniques.pipeline.trace import Trace
 from roomier.techniques.precision.policy import precision_of
 
 
-def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimator: Estimator) -> Forecast:
+def forecast_of_stages(
+    workload: Workload, plan: Plan, machine: Machine, estimator: Estimator, *, is_estimate: bool = False
+) -> Forecast:
     """Return the forecast of ``plan``, which has a pipeline, for the rank that requires the most memory.
 
     Args:
@@ -34,34 +39,34 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
         plan: plan with a concrete strategy.
         machine: machine for which the forecast is computed.
         estimator: converts a dry run to a forecast.
+        is_estimate: if True, divide the closed form of the full model among the stages, which is faster than dry runs
+            of all stages. Requires one stage per rank.
 
     Raises:
         RoomierError: the step cannot be divided into stages, or ``build`` rejects the plan.
     """
-    parallel, kind = plan.parallel, machine.device.kind
-    ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]  # that of the first stage first
-    pipeline, trace = stages = find_stages(workload.module, workload.blocks, workload.batch, plan)
-    num_ranks = parallel.num_ranks // len(ranks)
+    parallel = plan.parallel
+    factor = workload.batch_size if is_estimate else 1  # one trace is sufficient for the estimates of all batch sizes
+    pipeline, trace = stages = traced_stages(workload.with_batch_size(1) if is_estimate else workload, plan)
+    num_micro_batches, num_ranks = plan.batch.accumulate_grad_batches, parallel.num_ranks // pipeline.num_ranks
     own = replace(parallel, pipeline_parallel_size=1, schedule=None, stages_per_rank=1, split="")
     own = replace(own, devices=num_ranks, num_nodes=1)
     if own.devices > machine.devices_per_node:
         own = replace(own, devices=machine.devices_per_node, num_nodes=own.devices // machine.devices_per_node)
-    alone = replace(plan, parallel=own if own.num_ranks > 1 else replace(own, strategy="single"))
-    num_micro_batches = num_run = plan.batch.accumulate_grad_batches
-    if pipeline.schedule != "gpipe" and kind != "cpu":  # on a CPU, all micro-batches are in memory
-        num_run = min(num_run, 2 * len(ranks))  # later micro-batches need no more memory
-    shorter = replace(plan, batch=replace(plan.batch, accumulate_grad_batches=num_run))
-    found: list[Forecast] = []
-    passes_s: list[tuple[float, float]] = []
-    for stage, rank in enumerate(ranks):
-        options = {"is_pairwise": kind == "cpu", "like": kind, "device": machine.device}
-        run = dry_run(workload, shorter, rank=rank, stages=stages, **options)  # type: ignore[arg-type]
-        run = DryRun(run.intervals, {part: each * (num_micro_batches / num_run) for part, each in run.work.items()})
-        units = _units_of(workload, plan, pipeline, stage)
-        found.append(estimator.of_dry_run(alone, run, workload.batch_size, units))
-        passes_s.append(_passes_s(estimator, alone, run, found[-1], units))
+    single = replace(plan, parallel=replace(own, strategy="single", devices=1, num_nodes=1))
+    alone = replace(plan, parallel=own) if own.num_ranks > 1 else single
+    weights, units = _units_of_stages(workload, plan, pipeline)
+    if is_estimate:
+        # Stages reduce gradients without DDP's buckets.
+        whole = estimator.run(single if own.strategy == "ddp" else alone, workload.batch_size)
+        part = partial(part_of_stage, whole, pipeline, trace, num_micro_batches)
+        runs = [part(stage, _num_bytes(each) / _num_bytes(weights)) for stage, each in enumerate(units)]
+    else:
+        runs = _runs_of_stages(workload, plan, machine, stages)
+    found = [estimator.of_dry_run(alone, run, workload.batch_size, own) for run, own in zip(runs, units, strict=True)]
+    passes_s = [_passes_s(estimator, alone, *each) for each in zip(runs, found, units, strict=True)]
     link = machine.in_node if parallel.num_nodes == 1 else machine.between_nodes
-    message_s = [link.latency_s + num_bytes / link.bytes_per_s for num_bytes in _sent_bytes(pipeline, trace)]
+    message_s = [link.latency_s + factor * each / link.bytes_per_s for each in _sent_bytes(pipeline, trace)]
     total_s = played_s(pipeline.schedule, num_micro_batches, passes_s, message_s, pipeline.stages_per_rank)
     times = [each.time for each in found if each.time is not None]
     slowest = max(times, key=lambda each: each.compute_s)
@@ -77,7 +82,24 @@ def forecast_of_stages(workload: Workload, plan: Plan, machine: Machine, estimat
     what = "stage" if pipeline.stages_per_rank == 1 else "rank"
     remark = f"The {what}s need {peaks}, and the slowest {what} waits for {time.bubble_s / time.total_s:.0%} of a step."
     worst = max(found, key=lambda each: each.peak_bytes)
-    return replace(worst, plan=plan, time=time, remark=f"{remark} {worst.remark}".strip())
+    method = "closed form" if is_estimate else "dry run"
+    return replace(worst, plan=plan, method=method, time=time, remark=f"{remark} {worst.remark}".strip())
+
+
+def _runs_of_stages(workload: Workload, plan: Plan, machine: Machine, stages: tuple[Pipeline, Trace]) -> list[DryRun]:
+    """Return a dry run of each rank of a pipeline, the rank of the first stage first."""
+    parallel, kind = plan.parallel, machine.device.kind
+    ranks = parallel.mesh_on(World(0, parallel.num_ranks)).along(STAGE)[::-1]
+    num_micro_batches = num_run = plan.batch.accumulate_grad_batches
+    if stages[0].schedule != "gpipe" and kind != "cpu":  # on a CPU, all micro-batches are in memory
+        num_run = min(num_run, 2 * len(ranks))  # later micro-batches need no more memory
+    shorter = replace(plan, batch=replace(plan.batch, accumulate_grad_batches=num_run))
+    found = []
+    for rank in ranks:
+        options: dict[str, Any] = {"is_pairwise": kind == "cpu", "like": kind, "device": machine.device}
+        run = dry_run(workload, shorter, rank=rank, stages=stages, **options)
+        found.append(replace(run, work={key: each * (num_micro_batches / num_run) for key, each in run.work.items()}))
+    return found
 
 
 def played_s(
@@ -137,12 +159,21 @@ def _passes_s(
     return forward_s, forecast.time.compute_s / num_micro_batches - forward_s
 
 
-def _units_of(workload: Workload, plan: Plan, pipeline: Pipeline, stage: int) -> list[Unit]:
-    """Return the units of the network, with only the weights that the rank whose first stage is ``stage`` stores."""
+def _units_of_stages(workload: Workload, plan: Plan, pipeline: Pipeline) -> tuple[list[Unit], list[list[Unit]]]:
+    """Return the units of the network, and for each rank of a pipeline, these units with only the weights that it
+    stores."""
     network, precision = network_of(workload.module), precision_of(plan.precision.mode, torch.device("cpu"))
     owners = pipeline.owners(network, workload.blocks)
     units = units_with_weights(network, workload.blocks, precision.autocast_dtype, precision.weight_dtype)
-    return [replace(unit, weights=tuple(each for each in unit.weights if stage in owners[each.name])) for unit in units]
+
+    def part(unit: Unit, rank: int) -> Unit:
+        return replace(unit, weights=tuple(each for each in unit.weights if rank in owners[each.name]))
+
+    return units, [[part(each, rank) for each in units] for rank in range(pipeline.num_ranks)]
+
+
+def _num_bytes(units: Sequence[Unit]) -> int:
+    return sum(math.prod(each.shape) * each.dtype.itemsize for unit in units for each in unit.weights)
 
 
 def _sent_bytes(pipeline: Pipeline, trace: Trace) -> list[int]:

@@ -142,6 +142,11 @@ class Estimator:
         step = self._step(plan, layout, states, micro_batch)
         return self._forecast(plan, micro_batch, step, states)
 
+    def run(self, plan: Plan, micro_batch: int) -> DryRun:
+        """Return the step on which :meth:`estimate` bases its forecast, in the form of a dry run."""
+        layout = self._layout(plan)
+        return self._step(plan, layout, self._states_of(plan, layout), micro_batch).run
+
     def of_dry_run(self, plan: Plan, run: DryRun, micro_batch: int, units: Sequence[Unit] | None = None) -> Forecast:
         """Return the forecast of ``plan`` from a dry run. The plan may offload optimizer states, but no other tensors.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
-from roomier.planner.choosing.candidates import with_context_sizes
+from roomier.planner.choosing.candidates import with_sizes
 from roomier.planner.choosing.pricing import ClosedForms, Prices
 from roomier.planner.forecast import Forecast
 from roomier.planner.hardware.machine import Machine
@@ -97,7 +97,7 @@ def longest_sequences(
     """
     plan, found = shown.plan, {}
     plain = replace(plan, parallel=replace(plan.parallel, context_parallel_size=1))
-    for sized in (plain, *with_context_sizes(plain)):
+    for sized in (plain, *with_sizes(plain, "context_parallel_size", plain.parallel.devices)):
 
         def peak(length: int, sized: Plan = sized) -> int:
             return ClosedForms(at_length(length), shown.machine).estimate(sized, shown.micro_batch).peak_bytes

@@ -93,6 +93,7 @@ class Trace:
         written: outputs that glue modifies in place.
         joined: events at which no stage can begin, because ``torch.utils.checkpoint`` recomputes them together with the
             event before.
+        random: names of the modules inside of units that draw random numbers. The name of glue is empty.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Trace:
     weights: dict[str, int] = field(default_factory=dict)
     written: set[Value] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
+    random: set[str] = field(default_factory=set)
 
     def carried(self, boundary: int) -> list[Value]:
         """Return the values that the boundary before the event ``boundary`` carries."""
@@ -413,6 +415,8 @@ class _StepRecorder:
 
     def _on_inner_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         number = len(self.trace.events)
+        if torch_private.draws(func, args, kwargs):
+            self.trace.random.add(self._running[-1])
         for each in _tensors((args, kwargs)):
             found = self._inner.get(_memory(each))
             if found is not None and found[0] != number:
@@ -428,6 +432,8 @@ class _StepRecorder:
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._is_inside:  # an operation of the fake mode
             return func(*args, **kwargs)
+        if torch_private.draws(func, args, kwargs):
+            self.trace.random.add("")
         read = list(_tensors((args, kwargs)))
         for each in read:
             self._check_escape(each)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from roomier.api.callback import Callback, KeepsWeights
+=======
+>>>>>>> a48a27b8 (Pipelines: strategy="auto" considers stages, with estimates from one trace on fake tensors)
 from roomier.api.module import Module
-from roomier.api.overrides import overrides
-from roomier.core.errors import RoomierError
 from roomier.core.tree import leaves
 from roomier.engine.facts import Facts, check_module
 from roomier.plan import Plan
@@ -20,6 +21,7 @@ from roomier.planner.stages import find_stages, trace_of_step
 from roomier.run.settled import Settled
 from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.pipeline.trace import Trace
+from roomier.train.settling.checks import check_supports_stages
 from roomier.train.settling.settle import alone
 from roomier.train.step import transfer_to
 
@@ -73,12 +75,13 @@ def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | No
     known: Pipeline | None = network.__dict__.get(_PIPELINE)
     if known is None and settled.request.is_fit:
         check_module(plan, module, network)
-        _check_supported(settled, module)
+        check_supports_stages(plan, settled.callbacks, module)
         _ = settled.data.train_loader  # created on all ranks, because the constructor may use collectives
         known = network.__dict__[_PIPELINE] = settled.ranks.on_zero(lambda: _find(settled, module, facts))
     return known
 
 
+<<<<<<< HEAD
 def _check_supported(settled: Settled, module: Module) -> None:
     """Check that no hook or callback requires the full model or the backward pass of the loss on each rank.
 
@@ -107,13 +110,15 @@ def _check_hooks_of_micro_batches(settled: Settled, module: Module) -> None:
             raise RoomierError(name, type(found[0] if found else module).__name__, problem, action)
 
 
+=======
+>>>>>>> a48a27b8 (Pipelines: strategy="auto" considers stages, with estimates from one trace on fake tensors)
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
     batch = settled.data.first_batch()
     with alone(module):
         transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
         if transfer is not None:
             batch = transfer(copy.deepcopy(batch))
-        return find_stages(module, facts.blocks, batch, settled.plan)[0]
+        return find_stages(module, facts.blocks, batch, settled.plan)
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -9,13 +9,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
-from roomier.api.callback import Callback
+from roomier.api.callback import Callback, KeepsWeights
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
 from roomier.plan.levers import lever_that_frees_gradients
+from roomier.planner.stages import GRADIENT_HOOKS
 from roomier.run.settled import Request
 from roomier.techniques.optim.closures import assumes_closure
 from roomier.techniques.optim.configured import Configured
@@ -128,6 +129,40 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         )
         instead = getattr(owner, "without_gradients", "Change each gradient in on_gradient instead, remove the hook")
         raise RoomierError(keyword, way, problem, f"{instead}, or remove {keyword}")
+
+
+def check_supports_stages(plan: Plan, callbacks: Sequence[Any], module: Module) -> None:
+    """Check that no hook or callback of a fit requires the full model, or the backward pass of the loss on each rank.
+
+    Raises:
+        RoomierError: a hook or a callback is not supported.
+    """
+    if plan.parallel.pipeline_parallel_size == 1:
+        return
+    problem = "is not supported with stages, of which each rank has only one"
+    for name in ("backward", "optimizer_step"):
+        if overrides(module, name, Module):
+            action = f"Remove {name}, or use pipeline_parallel_size=1"
+            raise RoomierError(name, type(module).__name__, problem, action)
+    for each in callbacks:
+        if isinstance(each, KeepsWeights):
+            raise RoomierError("callbacks", type(each).__name__, problem, "Remove it, or use pipeline_parallel_size=1")
+
+
+def check_hooks_allow_stages(plan: Plan, callbacks: Sequence[Any]) -> None:
+    """Check that no callback reads the loss, gradients or outputs of a step, if the planner divides the model.
+
+    Raises:
+        RoomierError: a callback has such a hook.
+    """
+    if plan.parallel.pipeline_parallel_size == 1:
+        return
+    for each in callbacks:
+        is_own = type(each).__module__.startswith("roomier.")
+        for name in (*GRADIENT_HOOKS, *(() if is_own else ("on_train_batch_end",))):
+            if hasattr(Callback, name) and overrides(each, name, Callback):
+                problem = f"{type(each).__name__}.{name} would receive the loss, gradients or outputs of one stage only"
+                raise RoomierError("callbacks", name, problem, "Set pipeline_parallel_size in the dict of the strategy")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of a plan in which ranks share sequences, before the model is built. Only rank 0 calls these functions."""
+"""Checks of a plan in which ranks share samples, before the model is built. Only rank 0 calls these functions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Settled
 from roomier.techniques.context.check import check_blocks
 from roomier.techniques.context.region import FIELD
+from roomier.train.settling.checks import check_hooks_allow_stages, check_supports_stages
 
 
 def checked_region(plan: Plan, module: Module, batch: Any) -> list[Any]:
@@ -31,28 +32,28 @@ def checked_region(plan: Plan, module: Module, batch: Any) -> list[Any]:
     return region.as_data()
 
 
-def context_check(settled: Settled, workload: Workload) -> Callable[[Plan], None]:
-    """Return a function that checks whether the model, the batch and the loader support the context size of a plan. The
-    blocks are checked once for each size.
+def peers_check(settled: Settled, workload: Workload) -> Callable[[Plan], None]:
+    """Return a function that checks whether the model, the batch, the callbacks and the loader support the context size
+    and the number of stages of a plan. The blocks are checked once for each context size.
 
-    The function raises a RoomierError if the model or the batch does not support slices, or if the planner chose the
-    size and the loader already divides its data among all ranks.
+    The function raises a RoomierError if the model, the batch or a callback does not support them, or if the planner
+    chose them and the loader already divides its data among all ranks.
     """
     known: dict[int, RoomierError | None] = {}
 
     def check(plan: Plan) -> None:
-        size = plan.parallel.context_parallel_size
-        if size == 1:
-            return
-        if settled.plan.parallel.context_parallel_size == 1:
+        check_supports_stages(plan, settled.callbacks, workload.module)
+        if plan.parallel.num_peers > settled.plan.parallel.num_peers:
             check_is_divided_by_roomier(plan, settled.data, settled.ranks)
-        if size not in known:
+            check_hooks_allow_stages(plan, settled.callbacks)
+        size = plan.parallel.context_parallel_size
+        if size > 1 and size not in known:
             try:
                 checked_region(plan, workload.module, workload.batch)
                 known[size] = None
             except RoomierError as error:
                 known[size] = error
-        if (error_of_size := known[size]) is not None:
+        if (error_of_size := known.get(size)) is not None:
             raise error_of_size
 
     return check
@@ -67,5 +68,6 @@ def check_is_divided_by_roomier(plan: Plan, data: RunLoaders, ranks: Ranks) -> N
     divided_by = share_of(data.train_loader, ranks.world).divided_by
     if divided_by is not None:
         problem = f"cannot be chosen by strategy='auto', because {divided_by} divides the training data among all ranks"
-        action = "Set context_parallel_size in the dict of the strategy"
-        raise PlanError(FIELD, plan.parallel.context_parallel_size, problem, action)
+        field = FIELD if plan.parallel.context_parallel_size > 1 else "pipeline_parallel_size"
+        action = f"Set {field} in the dict of the strategy"
+        raise PlanError(field, plan.parallel.num_peers, problem, action)

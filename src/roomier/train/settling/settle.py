@@ -31,7 +31,7 @@ from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
 from roomier.train.settling.checks import check_hooks_need_no_gradients
-from roomier.train.settling.context import context_check
+from roomier.train.settling.context import peers_check
 from roomier.train.settling.job import keeps_micro_batch, with_global_batch
 from roomier.train.step import transfer_to
 
@@ -151,11 +151,11 @@ def _choose(settled: Settled) -> Choice:
     parallel, folder = plan.parallel, plan.offload.folder
     with alone(module):
         workload = _workload(settled)
-        check_context = context_check(settled, workload)
+        check_peers = peers_check(settled, workload)
 
         def check(candidate: Plan) -> None:
             check_hooks_need_no_gradients(candidate, settled.callbacks, module)
-            check_context(candidate)
+            check_peers(candidate)
 
         keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
         machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
