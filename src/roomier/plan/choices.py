@@ -218,7 +218,7 @@ POLICIES: dict[str, Choice] = {
 CHOICES: dict[str, Mapping[str, Choice]] = {
     "parallel.strategy": {
         "single": _exact("one process, nothing is sharded"),
-        "ddp": _near("nothing is sharded; gradients are summed over the replicas"),
+        "ddp": _near("nothing is sharded; gradients are summed over replicas"),
         "zero1": _near("optimizer states and fp32 weights are sharded across ranks"),
         "zero2": _near("gradients are sharded across ranks too"),
         "zero3": _near("weights are sharded too; each block is all-gathered when it computes"),
