@@ -40,6 +40,11 @@ class Pipeline:
         """Number of stages."""
         return len(self.starts) + 1
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the stages of one replica."""
+        return self.num_stages // self.stages_per_rank
+
     def plan_of(self, trace: Trace, stage: int) -> StagePlan:
         """Return the events of ``trace`` that ``stage`` runs. If the step does not call the units at which the stages
         begin as often as the step of the first batch, the stages begin at other units that they store.
@@ -60,12 +65,7 @@ class Pipeline:
         if len(cuts) <= self.num_stages:
             units = ", ".join(name for name, _ in self.starts)
             problem = f"the stages begin at {units}, but a step does not call these modules in this order"
-            raise PlanError(
-                FIELD,
-                self.num_stages // self.stages_per_rank,
-                problem,
-                "Call the same blocks in each step, or use 'zero3'",
-            )
+            raise PlanError(FIELD, self.num_ranks, problem, "Call the same blocks in each step, or use 'zero3'")
         return StagePlan(trace, cuts[stage], cuts[stage + 1])
 
     def owners(self, network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
@@ -73,7 +73,7 @@ class Pipeline:
         ascending order. Shared weights, and weights that glue reads, can be on several ranks. Unused parameters belong
         to the rank of the last stage.
         """
-        num_ranks = self.num_stages // self.stages_per_rank
+        num_ranks = self.num_ranks
         parameters: dict[nn.Parameter, str] = {each: name for name, each in network.named_parameters()}
         found: dict[str, set[int]] = {name: set() for name in parameters.values()}
         for name, unit in find_units(network, blocks).items():

@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from roomier.api.callback import Callback, KeepsWeights
-=======
->>>>>>> a48a27b8 (Pipelines: strategy="auto" considers stages, with estimates from one trace on fake tensors)
 from roomier.api.module import Module
 from roomier.core.tree import leaves
 from roomier.engine.facts import Facts, check_module
@@ -81,37 +77,6 @@ def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | No
     return known
 
 
-<<<<<<< HEAD
-def _check_supported(settled: Settled, module: Module) -> None:
-    """Check that no hook or callback requires the full model or the backward pass of the loss on each rank.
-
-    Raises:
-        RoomierError: a hook or a callback is not supported.
-    """
-    problem = "is not supported with stages, of which each rank has only one"
-    for name in ("backward", "optimizer_step"):
-        if overrides(module, name, Module):
-            action = f"Remove {name}, or use pipeline_parallel_size=1"
-            raise RoomierError(name, type(module).__name__, problem, action)
-    for each in settled.callbacks:
-        if isinstance(each, KeepsWeights):
-            raise RoomierError("callbacks", type(each).__name__, problem, "Remove it, or use pipeline_parallel_size=1")
-    if settled.plan.parallel.stages_per_rank > 1:
-        _check_hooks_of_micro_batches(settled, module)
-
-
-def _check_hooks_of_micro_batches(settled: Settled, module: Module) -> None:
-    # The stages of a rank run a micro-batch at different times, and other micro-batches in between.
-    problem = "is not supported with several stages per rank, which run parts of different micro-batches in turn"
-    for name, owners in {"on_train_batch_start": [], "on_after_backward": settled.callbacks}.items():
-        found = [each for each in owners if overrides(each, name, Callback)]
-        if overrides(module, name, Module) or found:
-            action = f"Remove {name}, or use stages_per_rank=1 and schedule='1f1b'"
-            raise RoomierError(name, type(found[0] if found else module).__name__, problem, action)
-
-
-=======
->>>>>>> a48a27b8 (Pipelines: strategy="auto" considers stages, with estimates from one trace on fake tensors)
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
     batch = settled.data.first_batch()
     with alone(module):

@@ -147,6 +147,15 @@ def check_supports_stages(plan: Plan, callbacks: Sequence[Any], module: Module) 
     for each in callbacks:
         if isinstance(each, KeepsWeights):
             raise RoomierError("callbacks", type(each).__name__, problem, "Remove it, or use pipeline_parallel_size=1")
+    if plan.parallel.stages_per_rank == 1:
+        return
+    # The stages of a rank run a micro-batch at different times, and other micro-batches in between.
+    problem = "is not supported with several stages per rank, which run parts of different micro-batches in turn"
+    for name, owners in {"on_train_batch_start": [], "on_after_backward": callbacks}.items():
+        found = [each for each in owners if overrides(each, name, Callback)]
+        if overrides(module, name, Module) or found:
+            action = f"Remove {name}, or use stages_per_rank=1 and schedule='1f1b'"
+            raise RoomierError(name, type(found[0] if found else module).__name__, problem, action)
 
 
 def check_hooks_allow_stages(plan: Plan, callbacks: Sequence[Any]) -> None:
