@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,21 @@ def trace_of_step(module: Module, name: str, batch: Any, plan: Plan, blocks: Col
         network = network_of(copied)
         initialise_buffers(network)  # glue reads their values
         units = find_units(network, [network.get_submodule(each) for each in blocks])
-        step, given, logged = step_of(copied, name), copy.deepcopy(batch), list[Any]()
-        log = lambda *args, **kwargs: logged.append((args, kwargs))  # noqa: E731
-        for part in copied.modules():
-            if "log" in vars(part):
-                vars(part).update(log=log, log_dict=log)
-        return trace_step(network, units, lambda: (step(given, 0), logged))
+        return trace_step(network, units, with_logged(copied, name, copy.deepcopy(batch)))
+
+
+def with_logged(module: Module, name: str, batch: Any) -> Callable[[], Any]:
+    """Return a function that runs the step ``name`` of ``module``, a copy, and returns its result and all values that
+    it logs, because stages must compute both."""
+    step, logged = step_of(module, name), list[Any]()
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        logged.append((args, kwargs))
+
+    for part in module.modules():
+        if "log" in vars(part):
+            vars(part).update(log=log, log_dict=log)
+    return lambda: (step(batch, 0), logged)
 
 
 def find_stages(module: Module, blocks: Sequence[nn.Module], batch: Any, plan: Plan) -> Pipeline:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from roomier.api.hooks import step_of
 from roomier.api.module import Module, network_of
 from roomier.api.overrides import overrides
 from roomier.core.mesh import Mesh
@@ -21,7 +20,7 @@ from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.fake.user_code import reason_of
 from roomier.planner.memory.kinds import MODEL_STATES, Interval, Kind
-from roomier.planner.stages import GRADIENT_HOOKS, divided
+from roomier.planner.stages import GRADIENT_HOOKS, divided, with_logged
 from roomier.planner.workload import Workload
 from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.pipeline.schedule import SCHEDULES
@@ -45,11 +44,11 @@ def traced_stages(workload: Workload, plan: Plan) -> tuple[Pipeline, Trace]:
         of_module = {each: name for name, each in network.named_modules()}
         with fake_world(Mesh(), is_pairwise=True), precision.forward_context()():
             module, batch = shapes_of(workload.module, precision.weight_dtype), shapes_of_batch(workload.batch)
-            copied, step = network_of(module), step_of(module, "training_step")
+            copied = network_of(module)
             units = find_units(copied, [copied.get_submodule(of_module[each]) for each in workload.blocks])
             given = precision.convert_batch(batch) if precision.weight_dtype else batch
             numbers = _host_generators()
-            known[key] = trace_step(copied, units, lambda: step(given, 0), nullcontext)
+            known[key] = trace_step(copied, units, with_logged(module, "training_step", given), nullcontext)
             if numbers != _host_generators():
                 known[key].random.add("")
     return divided(network, workload.blocks, known[key], plan), known[key]
