@@ -24,6 +24,7 @@ from benchmarks.lever_worker import Measurement
 from benchmarks.seed.case import StepTimes
 from benchmarks.strategies import Strategy
 from benchmarks.training import ignore
+from roomier.callbacks.straggler_monitor import StragglerMonitor
 from roomier.callbacks.throughput import Throughput
 from roomier.core.device import capability
 from roomier.core.device.streams import synchronize, timed_event
@@ -124,6 +125,14 @@ def logged_throughput() -> list[Any]:
 def measured_step_times() -> list[Any]:
     loss = {"loss": torch.zeros(())}
     StepTimes(device()).on_train_batch_end(SimpleNamespace(global_step=1), None, loss, None, 0)
+    return []
+
+
+def measured_stragglers() -> list[Any]:
+    callback = StragglerMonitor()
+    callback._device = device()
+    callback._hooks = [torch.nn.Identity().register_forward_hook(lambda *_: None)]
+    callback.on_train_batch_end(SimpleNamespace(global_step=1, log_every_n_steps=1, ranks=Ranks()), None)
     return []
 
 

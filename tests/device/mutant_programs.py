@@ -41,6 +41,7 @@ from roomier.techniques.activation.disk_copies import DiskCopies
 from roomier.techniques.optim.adamw import StepValues
 from roomier.techniques.parallel.collectives import PairwiseAllGather
 from roomier.techniques.parallel.powersgd import PowerSGD
+from roomier.techniques.pipeline.schedule import Action
 from roomier.techniques.tiers.scratch import Scratch
 from tests.device.mutant_reads import quiet_trainer
 from tests.device.mutant_scenario import DEVICE, device, pending
@@ -333,7 +334,8 @@ def sent_to_the_next_stage() -> list[Any]:
     if dist.get_rank() == 0:
         engine = StagedEngine.__new__(StagedEngine)
         sends: list[Any] = []
-        engine._send([x], 1, sends)
+        engine._column, engine._channels = [0, 1], [dist.group.WORLD]
+        engine._send([x], Action(True, 0, 0), sends)
         engine._wait_for_sends(sends)
         x.add_(1)
     else:

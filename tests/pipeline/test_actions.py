@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.staged import _sent_bytes
-from roomier.planner.stages import find_stages
+from roomier.planner.formula.stages import traced_stages
 from roomier.planner.workload import Workload
 from roomier.techniques.pipeline.schedule import SCHEDULES
 from tests.pipeline.test_loop import Net, loader, trainer_of
@@ -76,8 +76,7 @@ def test_a_fit_runs_its_schedule(on_ranks: RankPool, tmp_path: Path, num_stages:
     strategy = {"name": "ddp", "pipeline_parallel_size": num_stages, "schedule": schedule}
     plan = plan_from_flags(strategy=strategy, devices=num_stages, accelerator="cpu", precision="64-true")
     workload = Workload.of(Net(), next(iter(loader())))
-    pipeline, trace = find_stages(workload.module, workload.blocks, workload.batch, plan)
-    sent = [*_sent_bytes(pipeline, trace), 0]
+    sent = [*_sent_bytes(*traced_stages(workload, plan)), 0]
     for stage, of_stage in enumerate(found):
         expected, graphs = [], 0
         for action in SCHEDULES[schedule](stage, num_stages, 1, NUM_MICRO_BATCHES):

@@ -67,10 +67,10 @@ def peaks(schedule: str, num_ranks: int, recompute: str, strategy: str) -> tuple
     [
         ("1f1b", 2, "none", "ddp"),
         ("gpipe", 4, "full", "ddp"),
-        ("1f1b", 4, "none", "zero2"),
+        pytest.param(("1f1b", 4, "none", "zero2"), marks=pytest.mark.more),
         ("1f1b", 4, "none", "zero3"),
-        ("1f1b", 4, "none", "zero1"),
-        ("interleaved_1f1b", 2, "none", "ddp"),
+        pytest.param(("1f1b", 4, "none", "zero1"), marks=pytest.mark.more),
+        pytest.param(("interleaved_1f1b", 2, "none", "ddp"), marks=pytest.mark.more),
         ("interleaved_1f1b", 4, "none", "zero3"),
     ],
     ids=str,

@@ -288,6 +288,7 @@ class _StepRecorder:
         self._units = units
         self._names = {module: name or type(module).__name__ for name, module in network.named_modules()}
         self._weights = {_memory(each): name for name, each in network.named_parameters()}
+        self._buffers = {_memory(each) for each in network.buffers()}  # a unit can change them in place
         self._sources: dict[int, frozenset[Value]] = {}  # by memory
         self._inner: dict[int, tuple[int, str]] = {}  # memory that an event created: its number, and the module
         self._arguments: set[int] = set()  # memory of the arguments of the current event
@@ -424,7 +425,7 @@ class _StepRecorder:
         output = func(*args, **kwargs)
         for each in _tensors(output):
             memory = _memory(each)
-            if memory not in self._inner and memory not in self._arguments:
+            if not (memory in self._inner or memory in self._arguments or memory in self._buffers):
                 self._inner[memory] = number, self._running[-1]
                 self._kept.append(each)
         return output
