@@ -124,8 +124,8 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
         with ExitStack() as stack:
             if any(lightning_base(type(part), Module) is not None for part in module.modules()):
                 stack.enter_context(with_methods_of_module(module, trainer))
-            where, describe = partial(_at_step, trainer, request), partial(_describe_rank, trainer)
-            stack.enter_context(exits_together(trainer.ranks, where, describe))
+            where, name_of = partial(_at_step, trainer, request), lambda rank: trainer.ranks.mesh.describe(rank)
+            stack.enter_context(exits_together(trainer.ranks, where, name_of))
             stack.enter_context(stop)
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(watch_for_hangs(request, trainer.ranks))
@@ -185,10 +185,6 @@ def _signal_of_all(trainer: TrainerAttributes, run: Run | None, number: int) -> 
     if number in (signal.SIGTERM, REQUEUES) and has_progress and is_found_as_last(run):
         trainer.ranks.on_zero(partial(requeue, os.environ))
     return number
-
-
-def _describe_rank(trainer: TrainerAttributes, rank: int) -> str:
-    return trainer.ranks.mesh.describe(rank)  # the plan may arrange the ranks later
 
 
 def _at_step(trainer: TrainerAttributes, request: Request) -> str:
