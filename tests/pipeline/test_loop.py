@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
+from roomier.checkpoint.export.plain import plain_model
 from roomier.core.errors import RoomierError
 from tests.ranks.pool import RankFailed, RankPool
 
@@ -140,6 +141,29 @@ def test_a_run_resumes_with_another_number_of_stages(
     assert weights.keys() == expected.keys()
     for name, each in expected.items():
         torch.testing.assert_close(weights[name], each, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def fit_and_export(folder: str) -> tuple[dict[str, Tensor], str]:
+    """Return this rank's weights, and the error of an export of this rank's module."""
+    net = Net()
+    trainer = trainer_of(folder, 2, max_steps=2, enable_checkpointing=False)
+    trainer.fit(net, loader())
+    trainer.save_checkpoint(f"{folder}/saved")
+    with pytest.raises(RoomierError) as error:
+        net.to_torchscript()
+    return {name: each.detach() for name, each in net.named_parameters() if not each.is_meta}, str(error.value)
+
+
+def test_the_checkpoint_of_stages_is_exported(on_ranks: RankPool, tmp_path: Any) -> None:
+    results = on_ranks(2, fit_and_export, str(tmp_path))
+    model = plain_model(tmp_path / "saved", Net)
+    for weights, error in results:
+        assert "must not be sharded or divided into stages. Export the checkpoint" in error
+        for name, each in weights.items():
+            assert torch.equal(each, model.get_parameter(name))
+    assert isinstance(model, Net)
+    x = loader().dataset[:3][0]
+    assert torch.equal(model.to_torchscript(method="trace", example_inputs=x)(x), model(x))
 
 
 def fit_with_error(folder: str) -> None:

@@ -255,10 +255,10 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
     submodule is restored at the end of the block.
 
     Raises:
-        RoomierError: the model is sharded or has no ``forward``.
+        RoomierError: the model is sharded, lacks the weights of other stages, or has no ``forward``.
     """
-    if any(hasattr(each, "placements") for each in model.parameters()):
-        problem = "must not be sharded"
+    if any(hasattr(each, "placements") or each.is_meta for each in model.parameters()):
+        problem = "must not be sharded or divided into stages"
         action = (
             "Export the checkpoint with `roomier export CHECKPOINT --to ...`, or load the checkpoint into a new model"
         )
