@@ -140,7 +140,7 @@ class StragglerMonitor(Callback):
 
 
 def stragglers(times_s: Sequence[Mapping[str, float]], threshold: float) -> list[str]:
-    """Return a text such as ``"rank 3: 18 % more compute in backward of layers.7"`` for each rank that is slower than
+    """Return a text such as ``"rank 3: 18% more compute in backward of layers.7"`` for each rank that is slower than
     the others, with the place of its largest loss of time.
 
     Args:

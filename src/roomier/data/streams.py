@@ -174,7 +174,7 @@ class Mixture(_Stream):
     run resumes. The mixture ends when the chosen stream has no sample left.
 
     Args:
-        streams: streams with the same order on each rank. Endless streams are repeated by the caller.
+        streams: streams with the same order on each rank.
         weights: relative frequency of each stream.
         seed: seed of the choices, together with the epoch.
 
