@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import roomier
 from roomier.callbacks import StragglerMonitor
 from roomier.callbacks.straggler_monitor import stragglers
 from roomier.core.errors import RoomierError
+from roomier.core.mesh import Mesh
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
 from tests.ranks.pool import RankPool
 
 FORWARD_S, BACKWARD_S = 0.01, 0.02
@@ -114,3 +118,6 @@ def test_a_rank_that_is_slow_everywhere_is_compared_with_the_typical_rank() -> N
 def test_context_parallelism_and_bad_thresholds_are_rejected() -> None:
     with pytest.raises(RoomierError, match="threshold=0: must be positive"):
         StragglerMonitor(0)
+    trainer: Any = SimpleNamespace(ranks=Ranks(mesh=Mesh(World(0, 2), context=2)))
+    with pytest.raises(RoomierError, match="cannot measure blocks in which ranks wait for each other"):
+        StragglerMonitor().on_train_start(trainer, Net())

@@ -166,6 +166,23 @@ def test_the_checkpoint_of_stages_is_exported(on_ranks: RankPool, tmp_path: Any)
     assert torch.equal(model.to_torchscript(method="trace", example_inputs=x)(x), model(x))
 
 
+class ReadsLate(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) == 3:  # the last batch
+            loss = loss + self.enter.weight.square().sum()
+        return loss
+
+
+def fit_with_late_read(folder: str) -> None:
+    trainer_of(folder, 2, max_epochs=1, enable_checkpointing=False).fit(ReadsLate(), loader())
+
+
+def test_a_parameter_of_another_stage_is_named(on_ranks: RankPool, tmp_path: Any) -> None:
+    with pytest.raises(RankFailed, match=r"training_step='enter\.weight': is used on another stage than with the first"):
+        on_ranks(2, fit_with_late_read, str(tmp_path))
+
+
 def fit_with_error(folder: str) -> None:
     trainer = trainer_of(folder, 2, max_epochs=1, enable_checkpointing=False)
     trainer.fit(Net(fails_at=3), loader())

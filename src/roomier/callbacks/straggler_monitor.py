@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from statistics import median_low
@@ -162,11 +162,11 @@ def stragglers(times_s: Sequence[Mapping[str, float]], threshold: float) -> list
     return found
 
 
-def _on_gradient(tree: Any, hook: Any) -> None:
+def _on_gradient(tree: Any, hook: Callable[[Tensor], None]) -> None:
     """Register ``hook`` for the gradient of the first tensor in ``tree`` that has one."""
     trained: list[Tensor] = [each for each in tensors(tree) if each.requires_grad]
     if trained:
-        trained[0].register_hook(lambda _: hook(None))  # type: ignore[no-untyped-call]
+        trained[0].register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _duration_s(start: Any, end: Any) -> float:

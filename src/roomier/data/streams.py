@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from roomier.core.device.rng import mix_seed
 from roomier.core.errors import DataError
 from roomier.data.choose import has_shuffle_buffer, speaks_state
+from roomier.data.rebuild import set_loader_epoch
 
 
 class _Reader:
@@ -61,12 +62,6 @@ class _Reader:
             return self._position
         stream: Any = self.stream
         return {"num_read": self._num_read, "stream": stream.state_dict() if self._restores else None}
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to the stream, if it has this method."""
-        set_epoch = getattr(self.stream, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 class _Stream(IterableDataset[Any], ABC):
@@ -140,7 +135,7 @@ class ShuffleBuffer(_Stream):
         self._block, self._num_yielded = 0, 0
 
     def _samples(self) -> Iterator[Any]:
-        self._reader.set_epoch(self._epoch)
+        set_loader_epoch(self.stream, self._epoch)
         while samples := list(islice(self._reader.samples, self.size)):
             generator = torch.Generator().manual_seed(mix_seed(self.seed, self._epoch, self._block))
             order = torch.randperm(len(samples), generator=generator)
@@ -199,8 +194,8 @@ class Mixture(_Stream):
         self._num_yielded = 0
 
     def _samples(self) -> Iterator[Any]:
-        for reader in self._readers:
-            reader.set_epoch(self._epoch)
+        for stream in self.streams:
+            set_loader_epoch(stream, self._epoch)
         while True:
             drawn = mix_seed(self.seed, self._epoch, self._num_yielded) / 2**63
             chosen = min(bisect_right(self._bounds, drawn), len(self.streams) - 1)

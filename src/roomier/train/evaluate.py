@@ -173,7 +173,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
         dataloader_idx: index of the loader; None if the run has only one loader.
     """
     module, results, engine = run.module, run.results, run.engine
-    passes_of(run)
+    passes_of(run)  # installs them in the engine, also without a fit
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
     ends = getattr(run.hooks, f"on_{stage}_batch_end")
     own_step = step_of(module, f"{stage}_step", 2 if dataloader_idx is None else 3)

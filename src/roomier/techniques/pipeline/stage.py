@@ -110,17 +110,18 @@ class PipelineStage:
         Raises:
             TrainingError: the step with the first batch did not use a parameter on this stage.
         """
-        absent = {each: name for name, each in self._network.named_parameters() if each.device.type == "meta"}
-        read = [name for name, number in plan.trace.weights.items() if number < plan.last or plan.is_last]
-        units = {event.unit: self._units[event.unit] for event in plan.trace.events[plan.first : plan.last]}
-        for each in (
-            *map(self._network.get_parameter, read),
-            *(each for unit in units.values() for each in unit.parameters()),
-        ):
-            if each in absent:
-                problem = "is used on another stage than with the first batch, so this stage does not store it"
-                action = "Call the same modules in the same order in each step, without random depth"
-                raise TrainingError("training_step", absent[each], problem, action)
+        used = [
+            self._network.get_parameter(name)
+            for name, number in plan.trace.weights.items()
+            if number < plan.last or plan.is_last
+        ]
+        for event in plan.trace.events[plan.first : plan.last]:
+            used += self._units[event.unit].parameters()
+        if absent := {each for each in used if each.is_meta}:
+            name = next(name for name, each in self._network.named_parameters() if each in absent)
+            problem = "is used on another stage than with the first batch, so this stage does not store it"
+            action = "Call the same modules in the same order in each step, without random depth"
+            raise TrainingError("training_step", name, problem, action)
 
     def forward(self, plan: StagePlan, step: Callable[[], Any], received: Sequence[Tensor]) -> Any:
         """Run the events of this stage for one micro-batch.
