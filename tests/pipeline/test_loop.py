@@ -179,7 +179,9 @@ def fit_with_late_read(folder: str) -> None:
 
 
 def test_a_parameter_of_another_stage_is_named(on_ranks: RankPool, tmp_path: Any) -> None:
-    with pytest.raises(RankFailed, match=r"training_step='enter\.weight': is used on another stage than with the first"):
+    with pytest.raises(
+        RankFailed, match=r"training_step='enter\.weight': is used on another stage than with the first"
+    ):
         on_ranks(2, fit_with_late_read, str(tmp_path))
 
 
