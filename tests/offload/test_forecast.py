@@ -194,7 +194,7 @@ def peaks(keywords: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["single", "ddp", pytest.param("zero2", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.slow)],
+    ["single", "ddp", pytest.param("zero2", marks=pytest.mark.more), pytest.param("zero3", marks=pytest.mark.more)],
 )
 def test_peak_of_an_accelerator(on_simulated: SimulatedRanks, strategy: str) -> None:
     num_ranks = 1 if strategy == "single" else 2

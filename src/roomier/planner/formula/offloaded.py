@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -78,6 +79,7 @@ class Offloaded:
         num_micro_batches: number of micro-batches per optimizer step.
         num_state_buffers: number of buffers for optimizer states on disk.
         completes_ahead: number of units by which deferred updates precede the forward pass.
+        gathers_again: whether parameters are all-gathered again in the backward pass.
         in_buckets: whether gradients are in the buckets of DDP. DDP replaces its buckets in its second step, while
             deferred updates still use the earlier buckets.
     """
@@ -91,6 +93,7 @@ class Offloaded:
     num_micro_batches: int = 1
     num_state_buffers: int = OffloadPlan.buffers
     completes_ahead: int = 0
+    gathers_again: bool = False
     in_buckets: bool = False
 
     @property
@@ -256,20 +259,25 @@ class Offloaded:
     def _with_speculative(self, timeline: Sequence[Interval]) -> list[Interval]:
         """Add the states of the units that are updated when the backward pass of their block ends."""
         found = list(timeline)
-        last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
+        phases = [each.phase for each in found]
+        # A dry run can have a short interval of the forward pass at the end of the backward pass.
+        last_forward = max((n for n, pair in enumerate(pairwise(phases)) if pair == ("forward", "backward")), default=0)
+        of_root = min(each.end.get(Kind.GATHERED, 0) for each in found[last_forward:])
         left = len(self.states)  # index of the last updated unit
         for index, interval in enumerate(found):
             if index <= last_forward or not self.states:
                 continue
             own = _inside(interval, self.states)
             now = self._present(left - 1, left) if left < len(self.states) else {}
-            after = now
+            in_update = after = now
             if own and own[0] < left:
                 left = own[0]
-                after = self._present(left - 1, left + 1)
+                after, in_update = self._present(left - 1, left), self._present(left - 1, left + 1)
                 if left == len(self.states) - 1:
-                    after = {kind: each + self._left_bytes for kind, each in after.items()}
-            found[index] = _with(interval, now, now, after)
+                    in_update = {kind: each + self._left_bytes for kind, each in in_update.items()}
+                if self.gathers_again:  # the weights of the next unit, after the update
+                    in_update[Kind.GATHERED] = of_root - interval.end.get(Kind.GATHERED, 0)
+            found[index] = _with(interval, now, now, max(after, in_update, key=total_bytes))
         return found
 
     def _with_gradients(self, timeline: Sequence[Interval]) -> list[Interval]:
@@ -389,6 +397,7 @@ def offloaded(
         num_micro_batches=plan.batch.accumulate_grad_batches,
         num_state_buffers=offload.buffers,
         completes_ahead=int(layout.is_sharded and not (on_cpu and layout.is_sequential)),
+        gathers_again=layout.frees_parameters,
         in_buckets=layout.strategy == "ddp",
     )
 
