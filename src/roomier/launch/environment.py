@@ -1,4 +1,4 @@
-"""Detects the launcher that started this process (torchrun, SLURM, MPI or roomier itself) and the rank of this process.
+"""Detects the launcher that started this process (torchrun, Ray, SLURM, MPI or roomier itself) and its rank.
 
 All launchers set environment variables. :func:`export` writes the detected values under the names that torchrun uses,
 so that roomier and torch read the same variables.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from roomier.core.errors import RoomierError
 from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
+from roomier.launch.ray_run import ray_run
 
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
 """Name of an environment variable that roomier sets for the ranks that it starts. Its value is the id of the process
@@ -93,11 +94,11 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
         return None
     rank, size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
     # Some schedulers (such as PyTorchJob of Kubernetes) start one process per machine and set only the rank of this
-    # process.
+    # process. Ray Train sets the variables of torchrun, except GROUP_RANK.
     local_rank = number_in(environ, "LOCAL_RANK", 0)
     local_size = number_in(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
     node_rank = number_in(environ, "GROUP_RANK", rank // local_size)
-    name = "roomier" if STARTED_BY_ROOMIER in environ else "torchrun"
+    name = "roomier" if STARTED_BY_ROOMIER in environ else "torchrun" if ray_run() is None else "Ray"
     return Launch(
         name,
         World(rank, size, local_rank=local_rank, node_rank=node_rank, local_size=local_size),

@@ -77,6 +77,25 @@ def initialize(world: World, device_type: str) -> None:
     atexit.register(_leave)
 
 
+def adopt(world: World) -> None:
+    """Connect the exchange of failures and the heartbeat to the store of the process group that Ray Train initialized.
+
+    Ray calls the user's function in a thread and reports the errors that this function raises, so roomier handles no
+    uncaught exceptions. Ray also destroys the process group.
+
+    Raises:
+        RoomierError: other ranks do not call this function.
+    """
+    global _news
+    if _news is not None:
+        return
+    store, _news = torch_private.default_store().clone(), FailureNews(world)
+    meeting = meet(world, store, float(os.environ.get(JOIN_TIMEOUT, 600)))
+    torch_private.hide_cpp_warnings()
+    _news.store = PrefixStore(meeting, store)
+    heartbeat.prepare(world, lambda: PrefixStore(meeting, store.clone()), _news)
+
+
 def _check_open_files(world: World) -> None:
     """Check that this process can open its sockets. torch's errors do not name the limit."""
     import resource  # late import: does not exist on Windows

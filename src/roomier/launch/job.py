@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import psutil
 
 from roomier.core.log import notice
+from roomier.launch.ray_run import ray_run
 
 REQUEUE = "ROOMIER_REQUEUE"
 """Name of an environment variable: if its value is 0, roomier does not return SLURM jobs to the queue."""
@@ -23,7 +24,7 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
 
     Different runs can have the same run id in torchrun, so the name also identifies the agent process that started this
     rank. The agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step
-    ids.
+    ids. A run of Ray Train is identified by its name, as in Ray itself.
     """
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -33,6 +34,8 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         names.append(f"slurm {cluster} {environ['SLURM_JOB_ID']} {environ['SLURM_STEP_ID']}")
+    if (run := ray_run()) is not None:
+        names.append(f"ray {run.name}")
     return names
 
 

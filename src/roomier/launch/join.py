@@ -15,6 +15,7 @@ from roomier.core.device.resolve import group_backend
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.launch.ray_run import ray_run
 
 
 def join(world: World, device_type: str) -> Ranks:
@@ -36,10 +37,12 @@ def join(world: World, device_type: str) -> Ranks:
         raise RoomierError("accelerator", device_type, "does not support several ranks", action)
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(world, device_type))
-    if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late import: a single rank does not need it
+    from roomier.launch import group  # late import: a single rank does not need it
 
-        initialize(world, device_type)
+    if not dist.is_initialized():
+        group.initialize(world, device_type)
+    elif ray_run() is not None:
+        group.adopt(world)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         problem = f"the initialized process group has {found}, but the run requires rank {world.rank} of {world.size}"

@@ -12,6 +12,7 @@ from roomier.launch.environment import Launch, export, launch_of, number_in
 from roomier.launch.start import forget_if_stale
 
 _OPTIONS = {
+    "Ray": {"devices": "num_workers"},
     "torchrun": {"devices": "--nproc-per-node", "num_nodes": "--nnodes"},
     "SLURM": {"devices": "--ntasks-per-node", "num_nodes": "--nodes"},
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,12 +18,14 @@ from pathlib import Path
 
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.launch.ray_run import ray_run
 
 SOURCE = "ROOMIER_PREEMPTION"
 """Name of an environment variable: the source of notices, ``"aws"``, ``"azure"``, ``"gcp"`` or ``"file:PATH"``."""
 
 _PERIOD_S = 0.5
 _TIMEOUT_S = 10.0
+_ALL_WORKERS_S = 10.0  # time within which Ray sends a notice to all workers
 _LINK_LOCAL = "http://169.254.169.254"
 
 
@@ -44,14 +47,15 @@ Poll = Callable[[], Preemption | None]
 
 
 def source_of(environ: Mapping[str, str]) -> Poll | None:
-    """Return a function that asks the source that ``environ`` selects; None if it selects no source.
+    """Return a function that asks the source that ``environ`` selects. If it selects no source, ask Ray in a worker of
+    Ray Train, and return None in other processes.
 
     Raises:
         RoomierError: the source is unknown.
     """
     chosen = environ.get(SOURCE)
     if not chosen:
-        return None
+        return None if ray_run() is None else _ray
     if chosen.startswith("file:") and (path := chosen.removeprefix("file:")):
         return lambda: Preemption(f"the file {path}") if Path(path).exists() else None
     poll = {"aws": _aws, "azure": _azure, "gcp": _gcp}.get(chosen)
@@ -95,6 +99,29 @@ class PreemptionThread:
                 self._on_notice(found)
                 return
             self._is_closed.wait(_PERIOD_S)
+
+
+def await_restart_by_ray() -> None:
+    """In a worker of Ray Train that stops because of a notice, wait until Ray ends this process.
+
+    Ray restarts a preempted run on other nodes at the time of the preemption. Until then, the return of all workers
+    would complete the run, and an error would count as one of its ``max_failures``.
+    """
+    if ray_run() is None:
+        return
+    until = time.monotonic() + _ALL_WORKERS_S
+    while _ray() is not None or time.monotonic() < until:
+        time.sleep(_PERIOD_S)
+
+
+def _ray() -> Preemption | None:
+    # ray.train.get_preemption_info() returns the same value, but is a collective, which this thread must not call.
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    info = get_train_context().preemption_context.preemption_info
+    if info is None:
+        return None
+    return Preemption("Ray", info.deadline_ms and datetime.fromtimestamp(info.deadline_ms / 1000, UTC))
 
 
 def _aws(environ: Mapping[str, str]) -> Preemption | None:

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
 from roomier.core.log import notice
-from roomier.launch.preemption import Preemption, PreemptionThread, source_of
+from roomier.launch.preemption import Preemption, PreemptionThread, await_restart_by_ray, source_of
 
 REQUEUES = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no SIGUSR1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUES)
@@ -93,6 +93,13 @@ class GracefulStop:
         self.noted = number
         if self._is_alone:
             self.received = number
+
+
+def exit_of(number: int) -> SystemExit:
+    """Return the exception that ends this process after the signal ``number``. A worker of Ray Train waits until Ray
+    ends this process; see :func:`roomier.launch.preemption.await_restart_by_ray`."""
+    await_restart_by_ray()
+    return SystemExit(128 + number)
 
 
 class _ExitThread:

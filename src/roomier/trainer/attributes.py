@@ -30,6 +30,7 @@ from roomier.checkpoint.commit import at_home
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.launch.ray_run import default_root
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.loggers.files import FileLogger
 from roomier.plan import Plan
@@ -275,7 +276,7 @@ class TrainerAttributes(TrainerView):
     @property
     def default_root_dir(self) -> str:
         """Folder or address that contains the run folders."""
-        return str(at_home(self.options.default_root_dir or "runs"))
+        return str(at_home(self.options.default_root_dir or default_root()))
 
     @property
     def keeps_files(self) -> bool:

@@ -35,7 +35,7 @@ from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.run import Run
 from roomier.run.settled import Fitted, Request, num_steps_of
-from roomier.run.signals import REQUEUES, GracefulStop
+from roomier.run.signals import REQUEUES, GracefulStop, exit_of
 from roomier.run.states import RunningStage, TrainerStatus
 from roomier.storage.mirror import local_of
 from roomier.train.evaluate import EvaluationCutError
@@ -171,7 +171,7 @@ def _opened_and_closed(trainer: TrainerAttributes, request: Request, adds_callba
                 uploads, run.uploads = run.uploads, None
                 uploads.end(is_complete=status != "failed")
     if number := _signal_of_all(trainer, run, int(stop.noted or stop.received or 0)):
-        raise SystemExit(128 + number)
+        raise exit_of(number)
 
 
 def _signal_of_all(trainer: TrainerAttributes, run: Run | None, number: int) -> int:

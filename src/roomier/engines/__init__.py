@@ -1,0 +1,1 @@
+"""Existing engines that start, restart and resize the ranks of a job."""

@@ -1,0 +1,70 @@
+"""Callback for Ray Train: Ray shows the metrics and the committed checkpoints of a run, and removes old checkpoints.
+
+A Trainer in a function of Ray Train needs no callback to join the ranks, or to resume after Ray has restarted them
+(``launch/ray_run.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.checkpoint_ledger import Ledger, Retention
+from roomier.callbacks.model_checkpoint import ModelCheckpoint
+from roomier.callbacks.monitored import scalar
+from roomier.checkpoint.uploads import Uploads
+from roomier.core.errors import RoomierError
+from roomier.launch.ray_run import ray_run
+from roomier.storage.mirror import remote_of
+
+
+class RayTrainReport(ModelCheckpoint):
+    """ModelCheckpoint that reports each committed checkpoint and the logged metrics to Ray Train.
+
+    Ray lists a checkpoint in its ``Result`` where the run has saved it, without a copy. Ray also removes old
+    checkpoints, so ``ray.train.CheckpointConfig`` selects the ones to keep; by default, Ray keeps all. If the run
+    folder is in remote storage, only the metrics are reported, and all checkpoints are kept.
+
+    Args:
+        options: arguments of :class:`roomier.callbacks.ModelCheckpoint`, such as ``every_n_train_steps`` and
+            ``async_save``. Arguments that select checkpoints are not supported.
+
+    Raises:
+        RoomierError: the process is not a worker of Ray Train, or the checkpoints are not in the storage of Ray.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[RayTrainReport(every_n_train_steps=100)])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in ("monitor", "mode", "save_top_k", "save_last", "format"):
+            if name in options:
+                action = "Use ray.train.CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)"
+                raise RoomierError(f"RayTrainReport({name})", options[name], "is not supported, because Ray", action)
+        super().__init__(save_top_k=0, save_last=True, **options)
+        self._values: dict[int, dict[str, float]] = {}
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self._is_fitting and ray_run() is None:
+            action = "Call fit in the function of a ray.train.torch.TorchTrainer, or use ModelCheckpoint"
+            raise RoomierError("callbacks", type(self).__name__, "requires a worker of Ray Train", action)
+
+    def _save(self, trainer: TrainerView, score: float | None, keep: Retention) -> None:
+        self._values[trainer.global_step] = {name: scalar(value) for name, value in self._metrics(trainer).items()}
+        super()._save(trainer, score, keep)
+
+    def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
+        from ray.train import Checkpoint, CheckpointUploadMode, report  # late import: an optional package
+
+        super()._committed(trainer, ledger)
+        is_listed = trainer.is_global_zero and remote_of(Path(ledger.newest_path)) is None
+        checkpoint = Checkpoint.from_directory(ledger.newest_path) if is_listed else None
+        # Each rank must call this function. Ray attaches the metrics of rank 0.
+        values = self._values.pop(ledger.step)
+        report(values, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def _remove_superseded(self, paths_of_others: set[str], uploads: Uploads | None) -> None:
+        """Leave old checkpoints to Ray, whose list contains them."""
