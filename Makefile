@@ -19,7 +19,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-main test-more test-storage test-full test-kernels gpu docs site docs-code lint style types format clean
+.PHONY: help install browser slurm demo test test-main test-more test-storage test-engines test-full test-kernels gpu docs site docs-code lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test          lint, types, layers and the main tests of each feature'
 	@echo 'make test-more     the tests marked more; CI runs both commands'
 	@echo 'make test-storage  the tests with storage servers, notebooks, sweeps and a browser'
+	@echo 'make test-engines  the tests of runs that Ray Train starts and restarts'
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
@@ -82,7 +83,11 @@ test-more: install
 
 # A storage server, Jupyter, Optuna and Ray bring 70 packages along, so only these tests install them.
 test-storage: $(SERVICES)
-	$(BIN)/python -m pytest $(PARALLEL) -m 'services and not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'services and not slow' --ignore=tests/engines
+
+# An engine starts many processes, so only one process runs tests.
+test-engines: $(SERVICES)
+	$(BIN)/python -m pytest -m 'not slow' tests/engines
 
 $(SERVICES): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,services]'

@@ -9,7 +9,7 @@ from tests.docs.code import ROOT, changes, difference, outputs, pages
 IN_MAKE_TEST = ("errors", "install", "ten_lines")
 """Pages whose code runs in ``make test`` and ``make docs``. The code of the other pages runs in ``make test-more``."""
 
-WITH_SERVICES = {"sweeps": ("optuna", "ray")}
+WITH_SERVICES = {"ray_train": ("ray", "pyarrow"), "sweeps": ("optuna", "ray")}
 """Pages whose code needs packages of the extra `services`, and these packages."""
 
 SLOW = ("first_project", "long_sequences", "plan")

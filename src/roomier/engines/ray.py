@@ -19,6 +19,8 @@ from roomier.core.errors import RoomierError
 from roomier.launch.ray_run import ray_run
 from roomier.storage.mirror import remote_of
 
+__all__ = ["RayTrainReport"]
+
 
 class RayTrainReport(ModelCheckpoint):
     """ModelCheckpoint that reports each committed checkpoint and the logged metrics to Ray Train.
@@ -41,8 +43,9 @@ class RayTrainReport(ModelCheckpoint):
     def __init__(self, **options: Any) -> None:
         for name in ("monitor", "mode", "save_top_k", "save_last", "format"):
             if name in options:
+                problem = "is not supported, because Ray selects the checkpoints that are kept"
                 action = "Use ray.train.CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)"
-                raise RoomierError(f"RayTrainReport({name})", options[name], "is not supported, because Ray", action)
+                raise RoomierError(f"RayTrainReport({name})", options[name], problem, action)
         super().__init__(save_top_k=0, save_last=True, **options)
         self._values: dict[int, dict[str, float]] = {}
 
@@ -52,19 +55,38 @@ class RayTrainReport(ModelCheckpoint):
             action = "Call fit in the function of a ray.train.torch.TorchTrainer, or use ModelCheckpoint"
             raise RoomierError("callbacks", type(self).__name__, "requires a worker of Ray Train", action)
 
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        super().on_train_start(trainer, pl_module)
+        from ray.train import get_checkpoint  # late import: an optional package
+
+        path, listed = self._ledger.last, get_checkpoint()
+        if path and (listed is None or listed.path != path):  # the run ended between the commit and the report
+            self._report(trainer, self._ledger.step, path)
+
     def _save(self, trainer: TrainerView, score: float | None, keep: Retention) -> None:
-        self._values[trainer.global_step] = {name: scalar(value) for name, value in self._metrics(trainer).items()}
+        values = {name: scalar(value) for name, value in self._metrics(trainer).items()}
+        self._values = {self._newest_ledger.step: self._values.get(self._newest_ledger.step, {})}
+        self._values[trainer.global_step] = values
         super()._save(trainer, score, keep)
 
     def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
+        super()._committed(trainer, ledger)
+        self._report(trainer, ledger.step, ledger.newest_path)
+
+    def _report(self, trainer: TrainerView, step: int, path: str) -> None:
         from ray.train import Checkpoint, CheckpointUploadMode, report  # late import: an optional package
 
-        super()._committed(trainer, ledger)
-        is_listed = trainer.is_global_zero and remote_of(Path(ledger.newest_path)) is None
-        checkpoint = Checkpoint.from_directory(ledger.newest_path) if is_listed else None
+        is_listed = trainer.is_global_zero and remote_of(Path(path)) is None
+        checkpoint = Checkpoint.from_directory(path) if is_listed else None
         # Each rank must call this function. Ray attaches the metrics of rank 0.
-        values = self._values.pop(ledger.step)
-        report(values, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        report(self._values[step], checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "values": self._values.get(self._newest_ledger.step, {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._values = {state_dict["step"]: state_dict["values"]}
 
     def _remove_superseded(self, paths_of_others: set[str], uploads: Uploads | None) -> None:
         """Leave old checkpoints to Ray, whose list contains them."""

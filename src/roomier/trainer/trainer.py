@@ -142,7 +142,7 @@ class Trainer(TrainerAttributes):
         hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
             a step. None disables the check.
         default_root_dir: folder, or address such as ``"s3://bucket/runs"``, that contains the run folders
-            ``version_N``. The default is ``"runs"``.
+            ``version_N``. The default is ``"runs"``, or the folder of the run in a worker of Ray Train.
         upload_errors: what happens if a checkpoint cannot be uploaded to an address: ``"warn"`` tries again after the
             next checkpoint, and ``"raise"`` ends the fit. A missing last checkpoint always raises an error.
 

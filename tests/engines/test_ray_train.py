@@ -1,0 +1,149 @@
+"""Runs in Ray Train that Ray restarts: samples, weights, reports, errors, another number of workers, and notices."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.training import Kill, samples_of, train, undisturbed
+from tests.ranks.pool import RankPool
+
+pytestmark = [pytest.mark.services, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'roomier[ray]')")
+pytest.importorskip("ray.train", reason="ray[train] is not installed (pip install 'roomier[ray]')")
+
+NUM_KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A local cluster with three cores and its own home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # another process per restart; a test sets its notice
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+        yield
+        ray.shutdown()
+
+
+def fit(folder: Path, num_workers: Any, max_failures: int = 0, **config: Any) -> Any:
+    """Run :func:`in_worker` in Ray Train, and return Ray's result."""
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    (folder / "notes").mkdir(parents=True, exist_ok=True)
+    return TorchTrainer(
+        in_worker,
+        train_loop_config={"notes": folder / "notes", **config},
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(folder / "ray"),
+            failure_config=FailureConfig(max_failures=max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    ).fit()
+
+
+def in_worker(config: dict[str, Any]) -> None:
+    from roomier.engines.ray import RayTrainReport
+
+    settings = {"before_step": None, "max_epochs": 4, "dropout": 0.0, **config}
+    num_ranks = ray.train.get_context().get_world_size()
+    train(**settings, num_ranks=num_ranks, callbacks=[RayTrainReport(every_n_train_steps=4)])
+
+
+def test_ten_kills_change_no_bit(cluster: None, on_ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"max_epochs": 16, "dropout": 0.1}
+    (tmp_path / "undisturbed").mkdir()
+    on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
+    notes = tmp_path / "killed" / "notes"
+    result = fit(tmp_path / "killed", 2, NUM_KILLS, before_step=Kill(notes, NUM_KILLS, within=8), **settings)
+    assert result.error is None
+    assert len(list(notes.glob("attempt-*"))) == 2 * (NUM_KILLS + 1)
+    assert samples_of(notes) == samples_of(tmp_path / "undisturbed")
+    num_steps, weights = torch.load(notes / "end.pt")
+    expected_steps, expected = torch.load(tmp_path / "undisturbed" / "end.pt")
+    assert num_steps == expected_steps == 96
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+    assert result.metrics["step"] == 96
+    assert 0 < result.metrics["loss"] < 1
+    kept = sorted((tmp_path / "killed" / "ray" / "run" / "version_0" / "checkpoints").glob("epoch=*"))
+    assert [Path(each.path) for each, _ in result.best_checkpoints] == kept  # not copied, and Ray removed the others
+    assert [values["step"] for _, values in result.best_checkpoints] == [92, 96]
+    assert Path(result.checkpoint.path) == kept[-1]
+
+
+def kill_at_11(rank: int, step: int) -> None:
+    if step == 11 and rank == 1:
+        os.kill(os.getpid(), 9)
+
+
+def test_a_new_run_with_the_same_name_resumes_with_another_number_of_workers(
+    cluster: None, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    on_ranks(2, undisturbed, tmp_path / "undisturbed", 4)
+    with pytest.raises(ray.train.WorkerGroupError, match="died unexpectedly"):
+        fit(tmp_path, 2, before_step=kill_at_11)
+    result = fit(tmp_path, (1, 4))  # three cores
+    assert result.metrics["step"] == 24
+    notes = tmp_path / "notes"
+    assert {path.name for path in notes.glob("samples-*")} == {f"samples-{rank}.jsonl" for rank in range(3)}
+    assert samples_of(notes) == samples_of(tmp_path / "undisturbed")
+    weights, expected = (torch.load(folder / "end.pt")[1] for folder in (notes, tmp_path / "undisturbed"))
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def fail_at_3(rank: int, step: int) -> None:
+    names = [thread.name for thread in threading.enumerate()]
+    assert "roomier-heartbeat" in names
+    assert "roomier-preemption" in names or rank
+    if step == 3 and rank == 1:
+        raise ValueError("the sample is not valid")
+
+
+def test_an_error_in_one_rank_shows_its_traceback_and_ends_all(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(ray.train.WorkerGroupError) as raised:
+        fit(tmp_path, 2, before_step=fail_at_3)
+    assert list(raised.value.worker_failures) == [1]
+    assert "in fail_at_3" in str(raised.value)
+    assert "ValueError: the sample is not valid" in str(raised.value)
+
+
+class PreemptedThenHangs:
+    """Announce before step 7 that the node stops, as Ray's watcher does. After the restart, rank 1 hangs in step 12."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def __call__(self, rank: int, step: int) -> None:
+        from ray.train import PreemptionInfo
+        from ray.train.v2._internal.execution.context import get_train_context
+
+        if step == 7 and not (self.notes / f"preempted-{rank}").exists():
+            (self.notes / f"preempted-{rank}").touch()
+            node = ray.get_runtime_context().get_node_id()
+            info = PreemptionInfo(int(1000 * (time.time() + 6)), {node: [0, 1]})
+            get_train_context().preemption_context.preemption_info = info
+        if step == 12 and rank == 1 and not (self.notes / "hung").exists():
+            (self.notes / "hung").touch()
+            time.sleep(600)
+        time.sleep(0.2)
+
+
+def test_a_notice_of_ray_is_not_a_failure_and_the_heartbeat_ends_a_hang(cluster: None, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    result = fit(tmp_path, 2, 1, before_step=PreemptedThenHangs(notes), hang_timeout="00:00:00:10")
+    assert result.error is None
+    assert result.metrics["step"] == 24
+    assert (notes / "hung").exists()
+    assert len((notes / "samples-1.jsonl").read_text().splitlines()) == 24  # rank 1 repeated no step
+    samples_of(notes)
