@@ -84,11 +84,15 @@ def adopt(world: World) -> None:
     uncaught exceptions. Ray also destroys the process group.
 
     Raises:
-        RoomierError: other ranks do not call this function.
+        RoomierError: the group has no backend for the CPU, or other ranks do not call this function.
     """
     global _news
     if _news is not None:
         return
+    if "cpu:" not in dist.get_backend_config():
+        problem = "cannot exchange objects in host memory"
+        action = "Pass torch_config=TorchConfig(backend='cpu:gloo,cuda:nccl') to ray.train.torch.TorchTrainer"
+        raise RoomierError("torch_config", dist.get_backend_config(), problem, action)
     store, _news = torch_private.default_store().clone(), FailureNews(world)
     meeting = meet(world, store, float(os.environ.get(JOIN_TIMEOUT, 600)))
     torch_private.hide_cpp_warnings()
