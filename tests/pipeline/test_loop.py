@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
-from roomier.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
+from roomier.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
 from roomier.checkpoint.export.plain import plain_model
 from roomier.core.errors import RoomierError
 from tests.ranks.pool import RankFailed, RankPool
@@ -225,10 +225,11 @@ def error_of(folder: str, kind: type[Net], callbacks: list[Any], settings: Any =
         (OwnBackward, [], {}, "backward='OwnBackward': is not supported with stages"),
         (OwnStep, [], {}, "optimizer_step='OwnStep': is not supported with stages"),
         (Net, [WeightAveraging()], {}, "callbacks='WeightAveraging': is not supported with stages"),
+        (Net, [OnExceptionCheckpoint("")], {}, "OnExceptionCheckpoint='ddp': is not supported, because each rank has"),
         (OwnStart, [], INTERLEAVED, "on_train_batch_start='OwnStart': is not supported with several stages per rank"),
         (Net, [ReadsGradients()], INTERLEAVED, "on_after_backward='ReadsGradients': is not supported with several"),
     ],
-    ids=["backward", "optimizer_step", "averaging", "on_train_batch_start", "on_after_backward"],
+    ids=["backward", "optimizer_step", "averaging", "on exception", "on_train_batch_start", "on_after_backward"],
 )
 def test_what_needs_the_full_model_or_gradients_is_rejected(
     on_ranks: RankPool, tmp_path: Any, kind: type[Net], callbacks: list[Any], settings: Any, text: str

@@ -41,8 +41,8 @@ class OnExceptionCheckpoint(Callback):
     resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`, whose path is in the notice about the error.
 
     With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
-    ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,
-    because no rank has all parameters.
+    ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters, and pipelines, are
+    not supported, because no rank has all parameters.
 
     Args:
         dirpath: folder of the checkpoint; created if it does not exist.
@@ -50,7 +50,7 @@ class OnExceptionCheckpoint(Callback):
 
     Raises:
         RoomierError: ``filename`` is empty, or ``dirpath`` is not a path. The error is also raised when a fit starts if
-            the strategy shards the parameters.
+            the strategy shards the parameters or divides them into stages.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[OnExceptionCheckpoint("checkpoints")])
@@ -90,11 +90,12 @@ def check_saves_weights(field: str, trainer: TrainerView) -> None:
     """Check that each rank has all parameters.
 
     Raises:
-        RoomierError: the strategy shards the parameters.
+        RoomierError: the strategy shards the parameters, or divides them into stages.
     """
-    strategy = trainer.plan.parallel.strategy
-    if strategy not in _WHOLE_ON_EACH_RANK:
-        problem = "is not supported, because the parameters are sharded and no rank can save the shard of a failed rank"
+    strategy, num_stages = trainer.plan.parallel.strategy, trainer.plan.parallel.num_stages
+    if strategy not in _WHOLE_ON_EACH_RANK or num_stages > 1:
+        part = "stage" if num_stages > 1 else "shard"
+        problem = f"is not supported, because each rank has only one {part} and cannot save that of a failed rank"
         action = "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly"
         raise RoomierError(field, strategy, problem, action)
 

@@ -10,6 +10,7 @@
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -50,7 +51,6 @@ struct Call {
   std::string name;
   int device;
   std::vector<Argument> arguments;
-  bool is_random = false;
   std::optional<size_t> generator_argument;
   uint64_t seed = 0;
 };
@@ -158,8 +158,7 @@ Call describe_call(const c10::OperatorHandle& operation, at::ArrayRef<c10::IValu
     if (schema.arguments()[i].name() == "generator") call.generator_argument = i;
     call.arguments.push_back(describe_argument(call, schema.arguments()[i], values[i]));
   }
-  call.is_random = call.generator_argument || operation.hasTag(at::Tag::nondeterministic_seeded);
-  if (call.is_random) call.seed = next_seed(generator, call.device);
+  if (call.generator_argument) call.seed = next_seed(generator, call.device);
   replace_convolution(call);
   return call;
 }
@@ -169,21 +168,7 @@ Stack run_kernel_of_cpu(const Call& call) {
   Stack stack;
   for (const Argument& argument : call.arguments) stack.push_back(argument.alias());
   if (call.generator_argument) stack[*call.generator_argument] = at::detail::createCPUGenerator(call.seed);
-  if (!call.is_random || call.generator_argument) {
-    call.operation.callBoxed(stack);
-    return stack;
-  }
-  // The kernel uses the default generator of the CPU, which is restored afterwards.
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const at::Tensor before = generator.get_state();
-  generator.set_current_seed(call.seed);
-  try {
-    call.operation.callBoxed(stack);
-  } catch (...) {
-    generator.set_state(before);
-    throw;
-  }
-  generator.set_state(before);
+  call.operation.callBoxed(stack);
   return stack;
 }
 
@@ -436,9 +421,19 @@ void run_operation(const c10::OperatorHandle& operation, Stack* stack) {
   enqueue(current_stream(guard.current_device().index()), name, std::move(task), uses);
 }
 
+// The kernel of the CPU uses its default generator, but a program may use this generator while a thread runs tasks. The
+// operations of this kernel accept a generator.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  const at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("native_dropout", &native_dropout);
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_operation>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_operation>());
 }
