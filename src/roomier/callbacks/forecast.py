@@ -10,7 +10,7 @@ from roomier.api.callback import KeepsWeights, kept_by
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.callbacks.tracked_step import TracksStep
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng
 from roomier.core.log import notice
 from roomier.planner.hardware import this_machine
 from roomier.planner.workload import Workload
@@ -150,15 +150,13 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
     from roomier.planner.dry_runs.confirm import confirm  # late import: loading torch's sharding code is slow
 
     plan = trainer.plan
-    state = rng_state()
     try:
         parallel, folder = plan.parallel, plan.offload.folder
-        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
-        return confirm(workload, plan, machine), ""
+        with preserved_rng():
+            machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
+            return confirm(workload, plan, machine), ""
     except Exception as error:  # an error during the forecast must not end the run
         return None, f"{type(error).__name__}: {error}"
-    finally:
-        set_rng_state(state)
 
 
 def _notes(trainer: TrainerView) -> list[str]:

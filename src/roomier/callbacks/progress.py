@@ -23,12 +23,54 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class BatchCounts:
-    """Numbers of batches in the current Trainer call. An unknown number is infinite, and all numbers are 0 before the
-    first call.
+def shown_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numeric values in ``metrics`` as Python floats."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, (Real, Tensor))}
+
+
+class ProgressBar(Callback):
+    """Callback that shows progress on standard error. In a terminal, the callback draws a bar. Otherwise, the callback
+    prints one line per log interval and per evaluation.
+
+    Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, the bar is redrawn only when
+    ``refresh_interval_s`` has passed, so the overhead per step is less than a microsecond. The displayed rate is the
+    mean since training started, excluding the first batch (warm-up), validation and saving. The samples or tokens per
+    second are this rate times the mean size of the batches at which the bar was drawn, on all ranks.
+
+    Args:
+        refresh_interval_s: minimum time between two redraws, in seconds.
+        console: console on which the callback draws. By default, a console on standard error is created when a stage
+            starts.
+
+    Raises:
+        RoomierError: ``refresh_interval_s`` is not positive.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[ProgressBar(refresh_interval_s=1.0)])
     """
 
+    reads_parameters = False
     _shown_trainer: TrainerView | None = None
+
+    def __init__(self, refresh_interval_s: float = 0.1, console: Console | None = None) -> None:
+        if not refresh_interval_s > 0:
+            raise RoomierError("refresh_interval_s", refresh_interval_s, "must be positive", "Use seconds such as 0.1")
+        self.refresh_interval_s = refresh_interval_s
+        self._console = console
+        self._display: LineDisplay | None = None
+        self._is_training = False
+        self._log_every_n_steps = 1
+        self._log_interval = 0
+        self._next_draw_s = math.inf
+        self._metrics: dict[str, float] = {}
+        self._num_timed_batches = -1  # the first batch starts the clock
+        self._item, self._num_items, self._num_counted = "samples", 0, 0
+        self._clock_began_s = 0.0
+        self._title, self._num_total = "", math.inf
+        self._num_evaluated = 0.0
+        self._evaluation_began_s = 0.0
+        self._rest_began_s: float | None = None
+        self._num_done, self._logged_step = 0, -1
 
     @property
     def trainer(self) -> TrainerView:
@@ -57,55 +99,6 @@ class BatchCounts:
     def get_metrics(self, trainer: TrainerView, pl_module: Any) -> dict[str, Any]:
         """Return the values to show, by name. Override this method to add, change or remove values."""
         return dict(trainer.progress_bar_metrics)
-
-
-def shown_numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric values in ``metrics`` as Python floats."""
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, (Real, Tensor))}
-
-
-class ProgressBar(BatchCounts, Callback):
-    """Callback that shows progress on standard error. In a terminal, the callback draws a bar. Otherwise, the callback
-    prints one line per log interval and per evaluation.
-
-    Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, the bar is redrawn only when
-    ``refresh_interval_s`` has passed, so the overhead per step is less than a microsecond. The displayed rate is the
-    mean since training started, excluding the first batch (warm-up), validation and saving. The samples or tokens per
-    second are this rate times the mean size of the batches at which the bar was drawn, on all ranks.
-
-    Args:
-        refresh_interval_s: minimum time between two redraws, in seconds.
-        console: console on which the callback draws. By default, a console on standard error is created when a stage
-            starts.
-
-    Raises:
-        RoomierError: ``refresh_interval_s`` is not positive.
-
-    Example:
-        >>> trainer = roomier.Trainer(callbacks=[ProgressBar(refresh_interval_s=1.0)])
-    """
-
-    reads_parameters = False
-
-    def __init__(self, refresh_interval_s: float = 0.1, console: Console | None = None) -> None:
-        if not refresh_interval_s > 0:
-            raise RoomierError("refresh_interval_s", refresh_interval_s, "must be positive", "Use seconds such as 0.1")
-        self.refresh_interval_s = refresh_interval_s
-        self._console = console
-        self._display: LineDisplay | None = None
-        self._is_training = False
-        self._log_every_n_steps = 1
-        self._log_interval = 0
-        self._next_draw_s = math.inf
-        self._metrics: dict[str, float] = {}
-        self._num_timed_batches = -1  # the first batch starts the clock
-        self._item, self._num_items, self._num_counted = "samples", 0, 0
-        self._clock_began_s = 0.0
-        self._title, self._num_total = "", math.inf
-        self._num_evaluated = 0.0
-        self._evaluation_began_s = 0.0
-        self._rest_began_s: float | None = None
-        self._num_done, self._logged_step = 0, -1
 
     @property
     def is_enabled(self) -> bool:

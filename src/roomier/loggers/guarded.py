@@ -47,9 +47,7 @@ class GuardedLogger(Logger):
         """
         if self.is_silent:
             return
-        for name in metrics:
-            check_metric_name("log_metrics", str(name))
-        row = {f"{self._prefix}{name}": _number(name, value) for name, value in metrics.items()}
+        row = {f"{self._prefix}{name}": number_of(name, value) for name, value in metrics.items()}
         self._last_step = step = self._last_step if step is None else int(step)
         self._guard("log_metrics", lambda: self._write_metrics(row, step))
 
@@ -147,7 +145,13 @@ def flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _number(name: str, value: Any) -> float:
+def number_of(name: str, value: Any) -> float:
+    """Return the metric ``value`` as a number.
+
+    Raises:
+        RoomierError: the name is not valid, or the value is not a number.
+    """
+    check_metric_name("log_metrics", str(name))
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -24,10 +24,10 @@ from roomier.checkpoint.uploads import Uploads
 from roomier.core.device.events import Events
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.log import notice
-from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.data.source import Source
 from roomier.loggers.group import LoggerGroup
+from roomier.loggers.guarded import number_of
 from roomier.plan import Plan
 from roomier.run.logged.results import Results
 from roomier.run.options import LoopOptions
@@ -245,7 +245,8 @@ class Run:
         progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
         if settled.epoch_limit > progress.epoch:
             accumulation = settled.accumulation
-            num_left = _ceil((num_batches - progress.batch_idx) / accumulation.at(progress.epoch))
+            num_left = (num_batches - progress.batch_idx) / accumulation.at(progress.epoch)
+            num_left = math.ceil(num_left) if math.isfinite(num_left) else num_left
             num_left += accumulation.num_steps(progress.epoch + 1, settled.epoch_limit, num_batches)
         return max(progress.global_step, min(progress.global_step + num_left, settled.step_limit))
 
@@ -258,15 +259,15 @@ class Run:
                 column contains the value of the module, and the value of the loop is written to the column
                 ``trainer/NAME``.
         """
-        row = {name: _number(name, value) for name, value in metrics.items()}
+        row = {name: number_of(name, value) for name, value in metrics.items()}
         if (row or own) and self.loggers.loggers:
             epoch = self._own_column("epoch", row)
-            rest = {self._own_column(name, row): _number(name, value) for name, value in own.items()}
+            rest = {self._own_column(name, row): number_of(name, value) for name, value in own.items()}
             self.loggers.log_metrics({epoch: self.progress.epoch, **row, **rest}, self.log_step)
 
     def log_evaluated_batch(self, values: Mapping[str, Any], index: int) -> None:
         """Write the row of one evaluation batch. As in Lightning, the step of the row is the index of the batch."""
-        self.loggers.log_evaluated_batch({name: _number(name, v) for name, v in values.items()}, index, self.log_step)
+        self.loggers.log_evaluated_batch({name: number_of(name, v) for name, v in values.items()}, index, self.log_step)
 
     def _own_column(self, name: str, row: Mapping[str, float]) -> str:
         if name not in row and name not in self.results.columns:
@@ -292,18 +293,6 @@ class Run:
         if not there:
             return None
         return sum(there) if self.module.automatic_optimization else sum(there) / len(there)
-
-
-def _ceil(number: float) -> float:
-    return math.ceil(number) if math.isfinite(number) else number
-
-
-def _number(name: str, value: Any) -> float:
-    check_metric_name("log_metrics", str(name))
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RoomierError("log_metrics", (name, value), "must be a number", "Pass numbers or 0-dim tensors") from error
 
 
 def run_of(trainer: TrainerView, name: str) -> Run:

@@ -102,9 +102,5 @@ class ManualOptimizer(OptimizerProxy):
             sync_grad: has no effect. Gradients are averaged over the ranks after each backward pass, so all ranks have
                 the same gradients in a step.
         """
-        module = seen_by_user(self._run.module)
-        module.toggle_optimizer(self)
-        try:
+        with seen_by_user(self._run.module).toggled_optimizer(self):
             yield
-        finally:
-            module.untoggle_optimizer(self)

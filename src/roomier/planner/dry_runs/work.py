@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import add, attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -56,25 +57,15 @@ class Work:
     num_exchanges: float = 0
 
     def __add__(self, other: Work) -> Work:
-        dtypes = {*self.flops, *other.flops}
-        return Work(
-            {dtype: self.flops.get(dtype, 0) + other.flops.get(dtype, 0) for dtype in dtypes},
-            self.product_bytes + other.product_bytes,
-            self.other_bytes + other.other_bytes,
-            self.num_operations + other.num_operations,
-            self.exchanged_bytes + other.exchanged_bytes,
-            self.num_exchanges + other.num_exchanges,
-        )
+        flops = {dtype: self.flops.get(dtype, 0) + other.flops.get(dtype, 0) for dtype in {*self.flops, *other.flops}}
+        return Work(flops, *map(add, _AMOUNTS(self), _AMOUNTS(other)))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(
-            {dtype: flops * factor for dtype, flops in self.flops.items()},
-            self.product_bytes * factor,
-            self.other_bytes * factor,
-            self.num_operations * factor,
-            self.exchanged_bytes * factor,
-            self.num_exchanges * factor,
-        )
+        flops = {dtype: flops * factor for dtype, flops in self.flops.items()}
+        return Work(flops, *(amount * factor for amount in _AMOUNTS(self)))
+
+
+_AMOUNTS = attrgetter(*(each.name for each in fields(Work)[1:]))
 
 
 class WorkCounter:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roomier.core import torch_fake, torch_private
-from roomier.core.device.rng import rng_state, set_rng_state
+from roomier.core.device.rng import preserved_rng
 from roomier.core.log import quiet
 from roomier.core.mesh import Mesh
 from roomier.core.ranks import Ranks
@@ -116,7 +116,7 @@ def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[
         functions |= attention_functions()
     if world.size > _FEW_PARTS:
         functions[torch.chunk] = _chunk
-    with quiet(), locating_errors(), _generators_as_before(), _masks_of_hugging_face(), ExitStack() as stack:
+    with quiet(), locating_errors(), preserved_rng(), _masks_of_hugging_face(), ExitStack() as stack:
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
@@ -144,16 +144,6 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     size = -(-length // chunks)
     last = (length - 1) // size
     return (*[tensor.narrow(dim, 0, size)] * last, tensor.narrow(dim, last * size, length - last * size))
-
-
-@contextmanager
-def _generators_as_before() -> Iterator[None]:
-    """Return a context that restores the state of the random number generators on exit."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, Literal
 
 from torch import nn
@@ -131,19 +132,15 @@ class LearningRateCurve:
         first, end = max(skip_begin, 0), len(losses) - max(skip_end, 0)
         reach = max(2, round(_REACH * (end - first)))
         slopes = {
-            index: _slope(xs[index - reach : index + reach + 1], losses[index - reach : index + reach + 1])
+            index: linear_regression(
+                xs[index - reach : index + reach + 1], losses[index - reach : index + reach + 1]
+            ).slope
             for index in range(first + reach, end - reach)
         }
         if not slopes:
             return None
         steepest = min(slopes, key=slopes.__getitem__)
         return steepest if slopes[steepest] < 0 else None
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return the slope of the least-squares line."""
-    middle = sum(xs) / len(xs)
-    return sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
 
 
 def smoothed(losses: tuple[float, ...]) -> tuple[float, ...]:
