@@ -166,17 +166,14 @@ class Ranks:
             allows_pickle: see :meth:`gather`.
         """
         if not self.is_alone:
-            value = self._from_zero(value, allows_pickle)
+            data = bytearray(encode(value, allows_pickle=allows_pickle)) if self.is_zero else bytearray()
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, group_src=0, group=self._group)
+            sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
+            dist.broadcast(sent, group_src=0, group=self._group)
+            value = value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
         is_divided = self.data is self and not self.peers.is_alone
         return self.peers.from_zero(value, allows_pickle=allows_pickle) if is_divided else value
-
-    def _from_zero(self, value: T, allows_pickle: bool) -> T:
-        data = bytearray(encode(value, allows_pickle=allows_pickle)) if self.is_zero else bytearray()
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group_src=0, group=self._group)
-        sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
-        dist.broadcast(sent, group_src=0, group=self._group)
-        return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 only. Every rank returns the result of ``function``, or raises the error of rank

@@ -51,7 +51,11 @@ def replacing_path(path: Path) -> Iterator[Path]:
         yield folder / path.name
         for written in sorted(folder.iterdir(), key=lambda written: written.name == path.name):
             if not written.is_symlink():
-                _flush(written)
+                handle = os.open(written, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
             os.replace(written, path.with_name(written.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,11 +99,3 @@ def is_abandoned(path: Path, host: str, pid: int) -> bool:
         return True
     except psutil.AccessDenied:
         return False
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -64,7 +64,13 @@ def _pixels_of_one(image: Any, name: str) -> Pixels:
         raise RoomierError("log_image", (name, tuple(image.shape)), problem, _ACTION)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         tensor = tensor.float()
-        _report_range(tensor, name)
+        least, largest = torch.stack(tensor.aminmax()).tolist()
+        if (least < -0.001 or largest > 1.001) and name not in _reported:
+            _reported.add(name)
+            notice(
+                f"log_image({name!r}): values between {least:.4g} and {largest:.4g} are clipped to [0, 1]. Undo the "
+                "normalization of the images before the call"
+            )
         tensor = tensor.nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
     if tensor.dtype != torch.uint8:
         action = "Pass values in [0, 1] as floating-point numbers, or values in [0, 255] as uint8"
@@ -75,16 +81,6 @@ def _pixels_of_one(image: Any, name: str) -> Pixels:
 def _has_channels_first(tensor: Tensor, *, is_torch: bool) -> bool:
     is_first, is_last = tensor.shape[0] in _CHANNELS, tensor.shape[-1] in _CHANNELS
     return is_first and (is_torch or not is_last)
-
-
-def _report_range(tensor: Tensor, name: str) -> None:
-    least, largest = torch.stack(tensor.aminmax()).tolist()
-    if (least < -0.001 or largest > 1.001) and name not in _reported:
-        _reported.add(name)
-        notice(
-            f"log_image({name!r}): values between {least:.4g} and {largest:.4g} are clipped to [0, 1]. Undo the "
-            "normalization of the images before the call"
-        )
 
 
 def figure_of(figure: Any) -> Any:

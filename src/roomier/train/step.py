@@ -141,18 +141,14 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         transfer=transfer,
     )
     if hooks.on_gradient:
-        engine.hooks.change_gradient = _change_gradient(run)
+        names = {parameter: name for name, parameter in seen_by_user(run.module).named_parameters()}
+
+        def change(parameter: Tensor, gradient: Tensor) -> None:
+            call(run.hooks.on_gradient, names[parameter], gradient)
+
+        engine.hooks.change_gradient = change
         vars(hooks)["on_before_optimizer_step"] = (engine.change_gradients, *hooks.on_before_optimizer_step)
     step.frees_gradients = engine.hooks.frees_gradients = _frees_gradients(run)
-
-
-def _change_gradient(run: Run) -> Callable[[Tensor, Tensor], None]:
-    names = {parameter: name for name, parameter in seen_by_user(run.module).named_parameters()}
-
-    def change(parameter: Tensor, gradient: Tensor) -> None:
-        call(run.hooks.on_gradient, names[parameter], gradient)
-
-    return change
 
 
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:

@@ -122,7 +122,13 @@ def answer_environment(answers: Answers, strategy: object) -> None:
             answer_plugin(answers, name.lstrip("_"), plugin)
     timeout = setting_of(strategy, "_timeout")
     if isinstance(timeout, timedelta) and timeout.total_seconds() != _LONGEST_HANG_S:
-        _answer_timeout(answers, timeout)
+        seconds = timeout.total_seconds()
+        if 0 < seconds < _LONGEST_HANG_S:
+            answers.use("timeout", timeout, "hang_timeout", timeout)
+        else:
+            answers.ignore(
+                "timeout", timeout, "collective operations fail after 30 minutes, and hang_timeout ends a run earlier"
+            )
     backend = setting_of(strategy, "_process_group_backend")
     if backend is not None:
         answers.ignore("process_group_backend", backend, WITHOUT_EFFECT["process_group_backend"])
@@ -130,16 +136,6 @@ def answer_environment(answers: Answers, strategy: object) -> None:
 
 def _is_default_precision(plugin: object) -> bool:
     return type(plugin).__name__ == "Precision" and getattr(plugin, "precision", "32-true") == "32-true"
-
-
-def _answer_timeout(answers: Answers, timeout: timedelta) -> None:
-    seconds = timeout.total_seconds()
-    if 0 < seconds < _LONGEST_HANG_S:
-        answers.use("timeout", timeout, "hang_timeout", timeout)
-    else:
-        answers.ignore(
-            "timeout", timeout, "collective operations fail after 30 minutes, and hang_timeout ends a run earlier"
-        )
 
 
 def _answer_rest(answers: Answers, keywords: Mapping[str, Any]) -> None:

@@ -59,8 +59,8 @@ def candidates(
         _tiers(plan, workload, machine, is_last_resort=is_last_resort),
         communications,
         *(_lever_positions(lever, plan, workload) for lever in LEVERS),
-        _precisions(plan),
-        _optimizers(plan),
+        _allowed_instead(plan, "precision.mode", plan.precision.mode),
+        _allowed_instead(plan, "optimizer.name", plan.optimizer.name),
         _splits(plan, workload, keeps_micro_batch),
     ]
     found: list[Considered] = []
@@ -215,16 +215,10 @@ def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Chang
     return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, workload) else [{}]
 
 
-def _precisions(plan: Plan) -> list[Changes]:
-    modes = [word for word in _allowed(plan, "precision.mode") if word != plan.precision.mode]
-    return [{}, *({"precision.mode": mode} for mode in modes)]
-
-
-def _optimizers(plan: Plan) -> list[Changes]:
-    if plan.optimizer.name is None:
-        return [{}]
-    names = [word for word in _allowed(plan, "optimizer.name") if word != plan.optimizer.name]
-    return [{}, *({"optimizer.name": name} for name in names)]
+def _allowed_instead(plan: Plan, field: str, own: str | None) -> list[Changes]:
+    """Return no change, and the allowed values of ``field`` that can replace ``own``."""
+    words = () if own is None else _allowed(plan, field)
+    return [{}, *({field: word} for word in words if word != own)]
 
 
 def _allowed(plan: Plan, field: str) -> list[str]:

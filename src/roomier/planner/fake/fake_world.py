@@ -113,7 +113,7 @@ def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[
     is_cuda, world = like == "cuda", mesh.world
     functions: dict[Any, Any] = {} if like == "cpu" else autocast_functions()
     if is_cuda:
-        functions |= attention_functions()
+        functions |= {_SCALED_DOT_PRODUCT: _attention}
     if world.size > _FEW_PARTS:
         functions[torch.chunk] = _chunk
     with quiet(), locating_errors(), preserved_rng(), _masks_of_hugging_face(), ExitStack() as stack:
@@ -190,11 +190,6 @@ def autocast_functions() -> dict[Any, Callable[..., Any]]:
                 found[function] = _in_float32(function)
     found[F.cross_entropy] = _cross_entropy
     return found
-
-
-def attention_functions() -> dict[Any, Callable[..., Any]]:
-    """Return the substitute for attention on CUDA; see [Note: like CUDA]."""
-    return {_SCALED_DOT_PRODUCT: _attention}
 
 
 @contextmanager

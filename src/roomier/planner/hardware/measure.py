@@ -7,8 +7,7 @@ other programs slow down some repetitions, and a clock adjustment can make one a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.memory import available_bytes
 from roomier.core.device.streams import synchronize
+from roomier.techniques.precision.policy import matmul_precision
 
 DTYPES = {
     "fp64": torch.float64,
@@ -39,7 +39,7 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
     if dtype == "tf32" and device.type != "cuda":
         return None
     deadline = time.perf_counter() + seconds
-    with _matmul_precision("high" if dtype == "tf32" else "highest"):
+    with matmul_precision("high" if dtype == "tf32" else "highest"):
         best, size = 0.0, _SMALLEST
         while True:
             try:
@@ -142,13 +142,3 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     run()
     synchronize(device)
     return max(time.perf_counter() - start, 1e-9)
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

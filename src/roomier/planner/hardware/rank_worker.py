@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +20,8 @@ from torch import Tensor
 
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.resolve import resolve_device
-from roomier.core.device.streams import synchronize
 from roomier.core.exchange import Exchange
-from roomier.planner.hardware.measure import DTYPES, RATES, product_rate
+from roomier.planner.hardware.measure import DTYPES, RATES, product_rate, seconds_of
 
 _PATIENCE = timedelta(seconds=60)
 _WHOLE_BYTES = 2**24  # size of a large collective, similar to a block of a small model
@@ -96,11 +94,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
     seconds = []
     for _ in range(_REPETITIONS + 1):
         _meet()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(seconds_of(run, device))
     return seconds[1:]  # the first repetition is discarded, because it includes connecting the ranks
 
 

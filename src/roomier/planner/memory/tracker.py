@@ -165,7 +165,9 @@ class MemoryTracker:
         self._note_sizes()
         self._note_roles()
         if self._has_statistics:
-            self._note_allocator()
+            device = self._device
+            self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)
+            self.reserved_peak_bytes = max(memory.peak_reserved_bytes(device), self.reserved_peak_bytes or 0)
 
     def close(self) -> None:
         """Stop recording permanently."""
@@ -242,19 +244,16 @@ class MemoryTracker:
                 found.setdefault(str(each.place), []).append(each.num_bytes)
         return {place: tuple(sizes) for place, sizes in found.items()}
 
-    def _note_allocator(self) -> None:
-        device = self._device
-        self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)
-        self.reserved_peak_bytes = max(memory.peak_reserved_bytes(device), self.reserved_peak_bytes or 0)
-
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # operations on the local tensors of a DTensor are dispatched separately
         self._note_sizes()
         if self._is_sharded:
             self._note_gathered()
-        if self._frees_gradients:
-            self._note_gradients()
+        if self._frees_gradients:  # before the backward pass ends
+            for parameter in self._owned_once:
+                if parameter.grad is not None:
+                    self._record(parameter.grad, Kind.GRADIENT)
         self._note_arguments(func, [*tensors(args), *tensors(kwargs)])
         result = func(*args, **kwargs)
         for tensor in tensors(result):
@@ -354,12 +353,6 @@ class MemoryTracker:
             for state in optimizer.state.values():
                 for tensor in tensors(state):
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
-
-    def _note_gradients(self) -> None:
-        # Optimizers that step in the backward pass free the gradients before it ends.
-        for parameter in self._owned_once:
-            if parameter.grad is not None:
-                self._record(parameter.grad, Kind.GRADIENT)
 
     def _owned(self) -> Iterator[nn.Parameter]:
         yield from self._module.parameters()

@@ -158,7 +158,8 @@ def _play_micro_batch(
             _begin_copy(clocks, segment.copy_s)
         elif following is not None:
             _begin_copy(clocks, following.copy_s)
-        _compute(clocks, segment.duration)
+        clocks.host_s += segment.duration.host_s
+        clocks.device_s = max(clocks.device_s + segment.duration.device_s, clocks.host_s)
         for each in segment.reduces:
             if not _takes_place(each, is_first=is_first, is_last=is_last):
                 continue
@@ -178,11 +179,6 @@ def _play_micro_batch(
 def _begin_copy(clocks: _Clocks, copy_s: float) -> None:
     if copy_s:
         clocks.copies_s = max(clocks.copies_s, clocks.device_s) + copy_s
-
-
-def _compute(clocks: _Clocks, duration: Duration) -> None:
-    clocks.host_s += duration.host_s
-    clocks.device_s = max(clocks.device_s + duration.device_s, clocks.host_s)
 
 
 def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]]) -> list[float]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
-
-import torch
 
 from roomier.api.adapt import seen_by_user
 from roomier.api.module import Module
@@ -17,8 +14,7 @@ from roomier.engine.facts import Facts, check_module
 from roomier.run.settled import Settled
 from roomier.techniques.context.region import FIELD, SequenceRegion
 from roomier.train.settling.context import checked_region
-from roomier.train.settling.settle import alone
-from roomier.train.step import transfer_to
+from roomier.train.settling.settle import alone, on_host
 
 _REGION = "_roomier_region"
 
@@ -62,7 +58,4 @@ def region_of(settled: Settled, module: Module, facts: Facts) -> SequenceRegion 
 def _find(settled: Settled, module: Module) -> list[Any]:
     batch = settled.data.first_batch()
     with alone(module):
-        transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
-        if transfer is not None:
-            batch = transfer(copy.deepcopy(batch))
-        return checked_region(settled.plan, module, batch)
+        return checked_region(settled.plan, module, on_host(settled, module, batch))

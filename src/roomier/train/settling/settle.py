@@ -192,13 +192,16 @@ def alone(module: Module) -> Iterator[None]:
         set_rng_state(state)
 
 
+def on_host(settled: Settled, module: Module, batch: Any) -> Any:
+    """Return ``batch`` as the hooks of ``module`` and of the DataModule transfer it to the host."""
+    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
+    return batch if transfer is None else transfer(copy.deepcopy(batch))
+
+
 def _workload(settled: Settled) -> Workload:
     module = settled.request.module
-    batch = settled.data.first_batch()
-    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
-    if transfer is not None:
-        batch = transfer(copy.deepcopy(batch))
-    return dataclasses.replace(Workload.of(_built(module), batch), copies=kept_by(settled.callbacks))
+    workload = Workload.of(_built(module), on_host(settled, module, settled.data.first_batch()))
+    return dataclasses.replace(workload, copies=kept_by(settled.callbacks))
 
 
 def _built(module: Module) -> Module:

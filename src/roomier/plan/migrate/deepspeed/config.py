@@ -81,7 +81,13 @@ def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> di
         if key == "bfloat16":
             key = "bf16"
         if key in SECTIONS:
-            _answer_section(answers, key, value)
+            switch, problem, action = SECTIONS[key]
+            given = value.get(switch) if switch and isinstance(value, Mapping) else value
+            is_off = given in _OFF or (switch in ("stages", "autotp_size") and given in ("auto", 1))
+            if is_off:
+                answers.ignore(key, value, _DISABLED)
+            else:
+                answers.reject(key, value, problem, action)
         elif key in ("optimizer", "scheduler"):
             continue
         elif isinstance(value, Mapping) and (reason_of(key) or any(known.startswith(f"{key}.") for known in KNOWN)):
@@ -89,16 +95,6 @@ def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> di
         else:
             found[key] = value
     return found
-
-
-def _answer_section(answers: Answers, key: str, value: Any) -> None:
-    switch, problem, action = SECTIONS[key]
-    given = value.get(switch) if switch and isinstance(value, Mapping) else value
-    is_off = given in _OFF or (switch in ("stages", "autotp_size") and given in ("auto", 1))
-    if is_off:
-        answers.ignore(key, value, _DISABLED)
-    else:
-        answers.reject(key, value, problem, action)
 
 
 def _answer_rest(answers: Answers, key: str, value: Any) -> None:
