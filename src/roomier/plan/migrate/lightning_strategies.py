@@ -402,8 +402,3 @@ def answer_accelerator(answers: Answers, accelerator: object) -> None:
         answers.reject("accelerator", accelerator, "is not an accelerator that torch supports", action)
     else:
         answers.use("accelerator", kind, "accelerator", _ACCELERATORS[kind])
-
-
-def plugins_of(given: Any) -> list[Any]:
-    """Return the plugins in the ``plugins`` argument as a list."""
-    return list(given) if isinstance(given, (list, tuple)) else [given]

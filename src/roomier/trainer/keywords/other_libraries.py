@@ -10,7 +10,7 @@ from roomier.core.log import notice
 from roomier.plan.migrate.answers import Answers, merged
 from roomier.plan.migrate.deepspeed import objects
 from roomier.plan.migrate.deepspeed.objects import answers_to_source, is_object, is_source
-from roomier.plan.migrate.lightning_strategies import answer_accelerator, answer_plugin, answers_to_strategy, plugins_of
+from roomier.plan.migrate.lightning_strategies import answer_accelerator, answer_plugin, answers_to_strategy
 from roomier.plan.migrate.training_arguments import (
     FIELDS,
     accepted,
@@ -95,7 +95,7 @@ def _of_plugins(value: object) -> Answers | None:
     if value is None:
         return None
     answers = Answers("plugins")
-    for plugin in plugins_of(value):
+    for plugin in _as_list(value):
         answer_plugin(answers, type(plugin).__name__, plugin)
     return answers
 
