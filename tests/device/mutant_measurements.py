@@ -18,7 +18,6 @@ import benchmarks.gpu.copies as copies_part
 import benchmarks.gpu.mfu as mfu_part
 import benchmarks.strategies
 import roomier.planner.hardware.measure
-import roomier.planner.hardware.rank_worker
 import roomier.techniques.activation.profile
 from benchmarks.lever_worker import Measurement
 from benchmarks.seed.case import StepTimes
@@ -43,11 +42,6 @@ def measured_seconds() -> list[Any]:
 
 def measured_host_copies() -> list[Any]:
     roomier.planner.hardware.measure.host_copy_rate(device(), 0.0, 4096)
-    return []
-
-
-def measured_ranks() -> list[Any]:
-    roomier.planner.hardware.rank_worker._repeated(pending, device())
     return []
 
 

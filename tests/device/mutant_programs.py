@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import benchmarks.strategies
 import roomier.planner.hardware.measure
-import roomier.planner.hardware.rank_worker
 import roomier.techniques.activation.profile
 from roomier import Module, checkpoint
 from roomier.checkpoint.agree import all_ranks
