@@ -20,16 +20,24 @@ pytest.importorskip("ray.train", reason="ray[train] is not installed (pip instal
 NUM_KILLS = 10
 
 
+_NODE = {"num_cpus": 3, "object_store_memory": 80_000_000}
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A local cluster with three cores and its own home folder."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster of a head without cores and a node with three cores, with its own home folder."""
+    from ray.cluster_utils import Cluster
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # another process per restart; a test sets its notice
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
-        yield
+        patch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+        cluster = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0, "include_dashboard": False})
+        cluster.add_node(**_NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
         ray.shutdown()
+        cluster.shutdown()
 
 
 def fit(folder: Path, num_workers: Any, max_failures: int = 0, **config: Any) -> Any:
@@ -59,7 +67,7 @@ def in_worker(config: dict[str, Any]) -> None:
     train(**settings, num_ranks=num_ranks, callbacks=[RayTrainReport(every_n_train_steps=4)])
 
 
-def test_ten_kills_change_no_bit(cluster: None, on_ranks: RankPool, tmp_path: Path) -> None:
+def test_ten_kills_change_no_bit(cluster: Any, on_ranks: RankPool, tmp_path: Path) -> None:
     settings = {"max_epochs": 16, "dropout": 0.1}
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
@@ -87,7 +95,7 @@ def kill_at_11(rank: int, step: int) -> None:
 
 
 def test_a_new_run_with_the_same_name_resumes_with_another_number_of_workers(
-    cluster: None, on_ranks: RankPool, tmp_path: Path
+    cluster: Any, on_ranks: RankPool, tmp_path: Path
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", 4)
@@ -110,7 +118,7 @@ def fail_at_3(rank: int, step: int) -> None:
         raise ValueError("the sample is not valid")
 
 
-def test_an_error_in_one_rank_shows_its_traceback_and_ends_all(cluster: None, tmp_path: Path) -> None:
+def test_an_error_in_one_rank_shows_its_traceback_and_ends_all(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(ray.train.WorkerGroupError) as raised:
         fit(tmp_path, 2, before_step=fail_at_3)
     assert list(raised.value.worker_failures) == [1]
@@ -119,31 +127,33 @@ def test_an_error_in_one_rank_shows_its_traceback_and_ends_all(cluster: None, tm
 
 
 class PreemptedThenHangs:
-    """Announce before step 7 that the node stops, as Ray's watcher does. After the restart, rank 1 hangs in step 12."""
+    """Drain the node of the workers before step 4, as a cloud does. After the restart, rank 1 hangs in step 20."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
 
     def __call__(self, rank: int, step: int) -> None:
-        from ray.train import PreemptionInfo
-        from ray.train.v2._internal.execution.context import get_train_context
+        if step == 4 and rank == 0 and not (self.notes / "drained").exists():
+            from ray._raylet import GcsClient
+            from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
-        if step == 7 and not (self.notes / f"preempted-{rank}").exists():
-            (self.notes / f"preempted-{rank}").touch()
-            node = ray.get_runtime_context().get_node_id()
-            info = PreemptionInfo(int(1000 * (time.time() + 6)), {node: [0, 1]})
-            get_train_context().preemption_context.preemption_info = info
-        if step == 12 and rank == 1 and not (self.notes / "hung").exists():
-            (self.notes / "hung").touch()
+            context = ray.get_runtime_context()
+            (self.notes / "drained").write_text(context.get_node_id())
+            stops_at_ms = int(1000 * (time.time() + 8))
+            client = GcsClient(address=context.gcs_address)
+            client.drain_node(context.get_node_id(), DRAIN_NODE_REASON_PREEMPTION, "", stops_at_ms)
+        if step == 20 and rank == 1 and not (self.notes / "hung").exists():
+            (self.notes / "hung").write_text(ray.get_runtime_context().get_node_id())
             time.sleep(600)
-        time.sleep(0.2)
+        time.sleep(0.3)
 
 
-def test_a_notice_of_ray_is_not_a_failure_and_the_heartbeat_ends_a_hang(cluster: None, tmp_path: Path) -> None:
+def test_a_drained_node_is_not_a_failure_and_the_heartbeat_ends_a_hang(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(**_NODE)
     notes = tmp_path / "notes"
     result = fit(tmp_path, 2, 1, before_step=PreemptedThenHangs(notes), hang_timeout="00:00:00:10")
     assert result.error is None
     assert result.metrics["step"] == 24
-    assert (notes / "hung").exists()
+    assert (notes / "hung").read_text() not in ("", (notes / "drained").read_text())
     assert len((notes / "samples-1.jsonl").read_text().splitlines()) == 24  # rank 1 repeated no step
     samples_of(notes)

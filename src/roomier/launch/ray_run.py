@@ -33,6 +33,8 @@ def ray_run() -> RayRun | None:
         storage = context.get_storage()
     except (RuntimeError, NotImplementedError, DeprecationWarning):  # also in local mode and in Ray Tune
         return None
+    if storage is None:  # outside of a worker, the earlier version of Ray Train only warns
+        return None
     scheme = _SCHEMES.get(storage.storage_filesystem.type_name)
     return RayRun(context.get_experiment_name(), None if scheme is None else scheme + storage.experiment_fs_path)
 
