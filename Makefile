@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 SERVICES := $(VENV)/.services
 SLURM := .cache/slurm
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1
+SCHEMAS := .cache/schemas
 DOCS := .cache/docs
 DOCS_TESTS ?= tests/docs
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
@@ -19,7 +20,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser slurm demo test test-main test-more test-storage test-engines test-full test-kernels gpu docs site docs-code lint style types format clean
+.PHONY: help install browser slurm schemas demo test test-main test-more test-storage test-engines test-full test-kernels gpu docs site docs-code lint style types format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -66,6 +67,14 @@ slurm:
 	  && for each in *.deb; do dpkg -x $$each .. || exit 1; done; } >/dev/null 2>&1 \
 	|| echo 'SLURM could not be downloaded: the tests that submit jobs are skipped'
 
+# Some tests validate manifests with the schemas of their launchers, whose packages conflict with the ones in .venv.
+schemas: $(SCHEMAS)/.installed
+
+$(SCHEMAS)/.installed: tests/engines/requirements.txt
+	$(PYTHON) -m venv $(SCHEMAS)
+	$(SCHEMAS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/engines/requirements.txt
+	@touch $@
+
 # With PASSIVE, waiting threads sleep. If other programs share the cores, spinning threads take four times as long.
 demo: install
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
@@ -86,7 +95,7 @@ test-storage: $(SERVICES)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'services and not slow' --ignore=tests/engines
 
 # An engine starts many processes, so only one process runs tests.
-test-engines: $(SERVICES)
+test-engines: $(SERVICES) $(SCHEMAS)/.installed
 	$(BIN)/python -m pytest -m 'not slow' tests/engines
 
 $(SERVICES): $(INSTALLED)

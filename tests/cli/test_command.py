@@ -20,6 +20,7 @@ def test_help_shows_exactly_the_existing_verbs(capsys: pytest.CaptureFixture[str
         "test",
         "predict",
         "plan",
+        "launch",
         "report",
         "export",
         "hardware",
@@ -48,7 +49,10 @@ def test_help_imports_neither_torch_nor_the_option_parser() -> None:
     ("words", "expected"),
     [
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
-        (["sail"], ["verb='sail'", "Use one of: bench, export, fit, hardware, plan, predict, report, test, validate"]),
+        (
+            ["sail"],
+            ["verb='sail'", "Use one of: bench, export, fit, hardware, launch, plan, predict, report, test, validate"],
+        ),
     ],
 )
 def test_invalid_word_gives_one_message_and_exit_code_2(

@@ -4,7 +4,7 @@ import pytest
 
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
-from roomier.launch.environment import RANK_VARIABLES, export, first_host, launch_of, tasks_per_node
+from roomier.launch.environment import RANK_VARIABLES, Node, export, first_host, launch_of, node_of, tasks_per_node
 from roomier.launch.job import job_names, num_restarts
 
 TORCHRUN = {
@@ -115,6 +115,49 @@ def test_inconsistent_variables_are_rejected(environ: dict[str, str], field: str
     assert caught.value.field == field
 
 
+KUBEFLOW = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MASTER_ADDR": "run-node-0-0.run",
+    "PET_MASTER_PORT": "29400",
+    "JOB_COMPLETION_INDEX": "1",
+}
+SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (KUBEFLOW, Node("Kubeflow Trainer", "PET_NODE_RANK", 1, 2, "run-node-0-0.run", 29400)),
+        (SKYPILOT, Node("SkyPilot", "SKYPILOT_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
+        (DSTACK, Node("dstack", "DSTACK_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a", "MASTER_PORT": "4000"},
+            Node("Kubernetes", "JOB_COMPLETION_INDEX", 1, None, "a", 4000),
+        ),
+        ({**KUBEFLOW, "NODE_RANK": "0"}, Node("your script", "NODE_RANK", 0, None, None, None)),
+        ({"SKYPILOT_NUM_NODES": "2"}, None),
+    ],
+)
+def test_nodes_of_launchers_that_start_one_process_on_each(environ: dict[str, str], expected: Node | None) -> None:
+    assert node_of(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({**KUBEFLOW, "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2: is not the index of a node, because PET_NNODES is 2"),
+        ({**SKYPILOT, "SKYPILOT_NODE_RANK": "first"}, "SKYPILOT_NODE_RANK='first': must be an integer"),
+        ({**DSTACK, "DSTACK_NODES_NUM": "all"}, "DSTACK_NODES_NUM='all': must be an integer"),
+    ],
+)
+def test_inconsistent_variables_of_nodes_are_rejected(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(RoomierError, match=text):
+        node_of(environ)
+
+
 def test_a_launch_is_exported_in_the_names_of_torchrun() -> None:
     launch = launch_of(SLURM)
     assert launch is not None
@@ -154,6 +197,7 @@ def test_tasks_per_node() -> None:
 
 def test_names_of_a_job() -> None:
     assert job_names(TORCHRUN) == []
+    assert job_names({"ROOMIER_JOB": "gpt"}) == ["job gpt"]
     assert job_names({"TORCHELASTIC_RUN_ID": "a"}) != job_names({"TORCHELASTIC_RUN_ID": "b"})
     assert job_names({"TORCHELASTIC_RUN_ID": "a"}) == job_names({"TORCHELASTIC_RUN_ID": "a"})
     assert job_names(SLURM) == ["slurm  123 0"]

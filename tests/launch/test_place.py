@@ -111,6 +111,16 @@ def test_several_nodes_without_a_launcher(make_trainer: MakeTrainer, monkeypatch
         make_trainer(strategy="ddp", devices=2, num_nodes=3)
 
 
+def test_nodes_of_a_launcher(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTACK_NODE_RANK", "1")
+    monkeypatch.setenv("DSTACK_NODES_NUM", "2")
+    trainer = make_trainer(devices=2)
+    assert trainer.plan.parallel.strategy == "ddp"
+    assert trainer.world == World(2, 4, local_rank=0, node_rank=1, local_size=2)
+    with pytest.raises(PlanError, match="num_nodes=3: does not match the 2 nodes that dstack started"):
+        make_trainer(strategy="ddp", devices=2, num_nodes=3)
+
+
 # Ranks that cannot be started -----------------------------------------------------------------------------------------
 
 

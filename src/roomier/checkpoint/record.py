@@ -59,7 +59,7 @@ _CONTENT_FORM = fields(
         "files": list_of(_FILE_FORM),
         "tree": mapping_of(anything),
     },
-    others={"commit_number": integer(at_most=MAX_COMMIT_NUMBER)},
+    others={"commit_number": integer(at_most=MAX_COMMIT_NUMBER), "write_ms": count},
 )
 
 
@@ -100,6 +100,7 @@ class Record:
         saved_at_ns: time shortly before the commit in nanoseconds since the Unix epoch, by the clock of the machine.
         files: names, sizes and checksums of the tensor files, with the tensors that they contain.
         tree: the state without its tensors, as returned by :func:`roomier.checkpoint.tree.split`.
+        write_ms: duration of writing the files, in milliseconds; 0 if it is not known.
     """
 
     format_version: int
@@ -109,6 +110,7 @@ class Record:
     saved_at_ns: int
     files: tuple[StoredFile, ...]
     tree: Json
+    write_ms: int = 0
 
     @property
     def global_step(self) -> int:

@@ -129,7 +129,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
     Raises:
         CheckpointError: writing failed on one of the ranks. All ranks raise the same error.
     """
-    target, num_bytes = prepared.target, prepared.num_bytes
+    target, num_bytes, start_s = prepared.target, prepared.num_bytes, time.monotonic()
     with ExitStack() as until_committed:
 
         def make_folder() -> Path | None:
@@ -156,7 +156,8 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             with disk_errors(target, num_bytes, folder):
                 if prepared.is_of_run:
                     (folder / README_NAME).write_text(README.format(name=target.name), encoding="utf-8")
-                write_record(folder, _record(prepared, [file for files, _ in written for file in files]))
+                duration_s = time.monotonic() - start_s
+                write_record(folder, _record(prepared, [file for files, _ in written for file in files], duration_s))
             until_committed.close()
 
         together(ranks, commit)
@@ -169,7 +170,7 @@ def _sections(json_tree: tree.Json) -> dict[str, Any]:
     return sections
 
 
-def _record(prepared: Prepared, files: list[StoredFile]) -> Record:
+def _record(prepared: Prepared, files: list[StoredFile], duration_s: float) -> Record:
     return Record(
         format_version=FORMAT_VERSION,
         commit_number=next_commit_number(prepared.target),
@@ -178,6 +179,7 @@ def _record(prepared: Prepared, files: list[StoredFile]) -> Record:
         saved_at_ns=time.time_ns(),
         files=tuple(sorted(files, key=lambda file: file.name)),
         tree=prepared.json_tree,
+        write_ms=round(1000 * duration_s),
     )
 
 

@@ -41,6 +41,7 @@ from roomier.trainer.lightning.callbacks import adopted
 if TYPE_CHECKING:
     from roomier.planner.choice import Choice
     from roomier.planner.choosing.lever import UsefulLever
+    from roomier.planner.choosing.pricing import ClosedForms
     from roomier.planner.report.what_if import Grid
 
 EXIT_NOTHING_FITS = 1
@@ -60,23 +61,10 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         gpt, words = without_gpt(arguments)
         parser = plan_parser(gpt)
         config = parse(parser, words)
-        check_one_model(config, gpt)
-        given = set(trainer_words(words))
-        deepspeed = take_deepspeed(config, given)
-        apply_strategy_option(config, given)
         with contextlib.redirect_stdout(sys.stderr):  # the output of the user's code must not mix with the result
-            machine = machine_of_options(config, given)
-            if deepspeed is not None:
-                apply_deepspeed(config, deepspeed, machine)
-            asked = _with_copies(_asked(parser, config, gpt), copies_of_options(config))
-            optimizes_itself = overrides(asked.workload.module, "configure_optimizers", Module)
-            plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
-            from roomier.planner.choosing.choose import choose  # late import: --help needs no planner
-            from roomier.planner.choosing.lever import most_useful_lever
-            from roomier.planner.choosing.pricing import ClosedForms
+            asked, plan, choice, prices = planned(parser, config, words, gpt)
+            from roomier.planner.choosing.lever import most_useful_lever  # late import: --help needs no planner
 
-            prices = ClosedForms(asked.workload, machine)
-            choice = choose(asked.workload, plan, machine, prices=prices)
             lever = most_useful_lever(asked.workload, choice, prices)
             has_grid = config.what_if or config.html is not None
             grid = _what_if(asked, choice, has_sizes=config.what_if) if has_grid else None
@@ -90,6 +78,42 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         _show(asked, plan, choice, lever, grid if config.what_if else None)
         _print_configured_strategy(config, choice)
     return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
+
+
+def planned(
+    parser: ArgumentParser, config: Namespace, words: Sequence[str], gpt: str | None = None, *, as_fit: bool = False
+) -> tuple[Asked, Plan, Choice, ClosedForms]:
+    """Return the workload, the requested plan, the choice of the planner, and its forecasts.
+
+    Args:
+        parser, words: the parser of ``config``, and the words that it has parsed.
+        gpt: the GPT that ``--model`` names; see :func:`plan_parser`.
+        as_fit: True to plan only the strategy that ``roomier fit`` uses with these options.
+
+    Raises:
+        RoomierError: an option is invalid, or the request is not supported.
+    """
+    from roomier.planner.choosing.choose import choose  # late imports: --help needs no planner
+    from roomier.planner.choosing.pricing import ClosedForms
+
+    check_one_model(config, gpt)
+    given = set(trainer_words(words))
+    deepspeed = take_deepspeed(config, given)
+    apply_strategy_option(config, given)
+    if as_fit and deepspeed is None:
+        own, stored = config.trainer.strategy, config.trainer.plan
+        own = own.get("name") if isinstance(own, dict) else own
+        config.strategy = own if stored is None else Plan.of(stored).parallel.strategy
+    machine = machine_of_options(config, given)
+    if as_fit and deepspeed is None:
+        config.strategy = config.strategy or ("ddp" if machine.num_ranks > 1 else "single")
+    if deepspeed is not None:
+        apply_deepspeed(config, deepspeed, machine)
+    asked = _with_copies(_asked(parser, config, gpt), copies_of_options(config))
+    optimizes_itself = overrides(asked.workload.module, "configure_optimizers", Module)
+    plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
+    prices = ClosedForms(asked.workload, machine)
+    return asked, plan, choose(asked.workload, plan, machine, prices=prices), prices
 
 
 def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
@@ -229,7 +253,7 @@ _DESCRIPTION = (
     "and the machine need not be available. Exit code 0: a plan fits; 1: no plan fits; 2: the request is invalid."
 )
 _GPT = "gpt"
-_OPTIONS: dict[str, tuple[Any, str]] = {
+PLAN_OPTIONS: dict[str, tuple[Any, str]] = {
     "seed_everything": (bool | int, "accepted in YAML files, but ignored"),
     "ckpt_path": (str, "accepted in YAML files, but ignored"),
     "hardware": (str, "such as a100-40gb:8; default: this machine"),
@@ -258,7 +282,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
-    for name, (kind, about) in _OPTIONS.items():
+    for name, (kind, about) in PLAN_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind | None, default=None, help=about)
     parser.add_argument("--what_if", action="store_true", help="also show the peak memory for other batch sizes")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")

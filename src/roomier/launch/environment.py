@@ -58,6 +58,63 @@ class Launch:
         return self.world.size // self.world.local_size
 
 
+@dataclass(frozen=True)
+class Node:
+    """A node on which the launcher started one process, which starts the ranks of the node.
+
+    Attributes:
+        launcher: name of the launcher, for messages.
+        rank_name: name of the environment variable with ``rank``.
+        rank: index of this node.
+        size: number of nodes; None if the launcher does not set it.
+        address: host name or IP address of node 0; None if the launcher does not set it.
+        port: port on which rank 0 accepts connections; None if the launcher does not set it.
+    """
+
+    launcher: str
+    rank_name: str
+    rank: int
+    size: int | None
+    address: str | None
+    port: int | None
+
+
+# For each launcher: its name, and its variables of the rank and number of nodes, the address and the port.
+_NODES = (
+    ("your script", "NODE_RANK", "", "MASTER_ADDR", "MASTER_PORT"),
+    ("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    ("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", ""),
+    ("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", ""),
+    ("Kubernetes", "JOB_COMPLETION_INDEX", "", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def node_of(environ: Mapping[str, str]) -> Node | None:
+    """Return the node that ``environ`` describes; None if no launcher started a process on each node.
+
+    Raises:
+        RoomierError: a variable is not an integer, or the rank is not less than the number of nodes.
+    """
+    for launcher, rank, size, address, port in _NODES:
+        if rank not in environ:
+            continue
+        own_port = number_in(environ, port) if port in environ else _DEFAULT_PORT if not port else None
+        addresses = environ.get(address, "").split()  # SkyPilot lists the addresses of all nodes
+        node = Node(
+            launcher,
+            rank,
+            number_in(environ, rank),
+            number_in(environ, size) if size in environ else None,
+            addresses[0] if addresses else None,
+            own_port,
+        )
+        if node.rank < 0 or (node.size is not None and node.rank >= node.size):
+            problem = f"is not the index of a node, because {size or 'the launcher'} is {node.size}"
+            raise RoomierError(rank, node.rank, problem, f"Correct {rank} or {size}, or unset both")
+        return node
+    return None
+
+
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
     """Return the launch that ``environ`` describes; None if no launcher started this process.
 

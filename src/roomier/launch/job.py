@@ -15,6 +15,9 @@ from roomier.launch.ray_run import ray_run
 REQUEUE = "ROOMIER_REQUEUE"
 """Name of an environment variable: if its value is 0, roomier does not return SLURM jobs to the queue."""
 
+JOB = "ROOMIER_JOB"
+"""Name of an environment variable: a name that identifies this job to restarted ranks, for any launcher."""
+
 _REQUEUED = {"JobState=RUNNING", "Requeue=1", "BatchFlag=1"}
 _SCONTROL_S = 60.0
 
@@ -26,7 +29,7 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
     rank. The agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step
     ids. A run of Ray Train is identified by its name, as in Ray itself.
     """
-    names = []
+    names = [f"job {environ[JOB]}"] if environ.get(JOB) else []
     if "TORCHELASTIC_RUN_ID" in environ:
         agent = psutil.Process(os.getppid())
         started = f"{agent.create_time():.2f}"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
-from roomier.launch.environment import Launch, export, launch_of, number_in
+from roomier.launch.environment import Launch, export, launch_of, node_of
 from roomier.launch.start import forget_if_stale
 
 _OPTIONS = {
@@ -40,20 +40,25 @@ def present_launch() -> Launch | None:
 def place(devices: int, num_nodes: int, launch: Launch | None) -> World:
     """Return the position of this process among ``devices`` ranks on each of ``num_nodes`` nodes.
 
-    Without a launch, this process is the first rank of its node, and the ``NODE_RANK`` environment variable contains
-    the index of the node.
+    Without a launch, this process is the first rank of its node, and the environment variables of the node contain its
+    index (:func:`roomier.launch.environment.node_of`).
 
     Raises:
         PlanError: the launcher started a different number of ranks.
-        RoomierError: ``NODE_RANK`` is out of range.
+        RoomierError: the index of the node is out of range.
     """
     if launch is None:
         size = devices * num_nodes
-        node_rank = number_in(os.environ, "NODE_RANK", 0) if num_nodes > 1 else 0
-        if not 0 <= node_rank < num_nodes:
-            action = "Set NODE_RANK to the index of this node, counted from 0"
-            raise RoomierError("NODE_RANK", node_rank, f"must be from 0 to {num_nodes - 1}", action)
-        return World(node_rank * devices, size, node_rank=node_rank, local_size=devices)
+        node = node_of(os.environ)
+        if node is not None and node.size not in (None, num_nodes):
+            problem = f"does not match the {node.size} nodes that {node.launcher} started"
+            raise PlanError("num_nodes", num_nodes, problem, "Set num_nodes='auto', or start the same number of nodes")
+        if node is None or num_nodes == 1:
+            return World(0, size, local_size=devices)
+        if not 0 <= node.rank < num_nodes:
+            action = f"Set {node.rank_name} to the index of this node, counted from 0"
+            raise RoomierError(node.rank_name, node.rank, f"must be from 0 to {num_nodes - 1}", action)
+        return World(node.rank * devices, size, node_rank=node.rank, local_size=devices)
     counts = {"devices": (devices, launch.world.local_size), "num_nodes": (num_nodes, launch.num_nodes)}
     for name, (wanted, started) in counts.items():
         if wanted != started:

@@ -33,7 +33,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.loopback import LOOPBACK
 from roomier.core.start_folder import FOLDER_AT_IMPORT
 from roomier.core.world import World
-from roomier.launch.environment import RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export, number_in
+from roomier.launch.environment import RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export, node_of, number_in
 from roomier.launch.meet import serve
 from roomier.launch.watch import Children, watch_parent
 
@@ -123,17 +123,17 @@ def _check_number(num_ranks: int) -> None:
 
 
 def _given_address(world: World) -> tuple[str, int]:
-    names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
+    node = node_of(os.environ)
+    if node is None or node.address is None or node.port is None:
+        names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         num_nodes = world.size // world.local_size
         torchrun = f"torchrun --nnodes={num_nodes} --nproc-per-node={world.local_size} --rdzv-endpoint=HOST:PORT ..."
         action = (
             f"Start the script on each node with `srun` in a SLURM allocation or with `{torchrun}`, or set "
-            f"{', '.join(missing)}"
+            f"{', '.join(name for name in names if name not in os.environ)}"
         )
         raise RoomierError("num_nodes", num_nodes, "roomier can start ranks only on one machine", action)
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return node.address, node.port
 
 
 def _share_cores(num_ranks: int) -> int:

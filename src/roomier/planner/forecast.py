@@ -11,8 +11,10 @@ from roomier.plan import Plan
 from roomier.planner.hardware.machine import Machine
 from roomier.planner.memory.kinds import Interval, Kind
 
-_SHARE_OF_HOST = 0.8  # the dataset, its workers and the system use the rest
-_SHARE_OF_DISK = 0.95
+SHARE_OF_HOST = 0.8
+"""Fraction of the host memory that may be planned. The dataset, its workers and the system use the rest."""
+SHARE_OF_DISK = 0.95
+"""Fraction of the free space on a disk that may be planned."""
 _DAY_S = 24 * 60 * 60
 
 
@@ -142,10 +144,10 @@ class Forecast:
         """Tier (``"host memory"`` or ``"disk"``) in which the offloaded data of a node does not fit; empty if the data
         fits."""
         machine = self.machine
-        if self.host_bytes * machine.devices_per_node > _SHARE_OF_HOST * machine.host_memory_bytes:
+        if self.host_bytes * machine.devices_per_node > SHARE_OF_HOST * machine.host_memory_bytes:
             return "host memory"
         free = machine.disk_free_bytes
-        if free is not None and self.disk_bytes * machine.devices_per_node > _SHARE_OF_DISK * free:
+        if free is not None and self.disk_bytes * machine.devices_per_node > SHARE_OF_DISK * free:
             return "disk"
         return ""
 

@@ -4,6 +4,7 @@ recommendations for unknown arguments."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from roomier.core.device.resolve import accelerator_type
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.launch import Launch, present_launch
+from roomier.launch.environment import node_of
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import canonical
 from roomier.plan.migrate.training_arguments import advice
@@ -236,6 +238,9 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     """
     flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
     is_default = flags["strategy"] is None
+    if flags["num_nodes"] == "auto" and launch is None:
+        node = node_of(os.environ)
+        flags["num_nodes"] = 1 if node is None or node.size is None else node.size
     if is_default and launch is not None and launch.world.size > 1:
         flags["strategy"] = "ddp"
     elif flags["strategy"] == "auto":
@@ -244,8 +249,8 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     if launch is not None and launch.world.size > 1 and is_single and not is_default:
         problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
         raise PlanError("strategy", flags["strategy"], problem, f"{_PARALLEL}, or start one process")
-    if flags["num_nodes"] == "auto":
-        flags["num_nodes"] = 1 if launch is None else launch.num_nodes
+    if flags["num_nodes"] == "auto" and launch is not None:
+        flags["num_nodes"] = launch.num_nodes
     if flags["devices"] == "auto":
         if launch is not None:
             flags["devices"] = launch.world.local_size
