@@ -93,7 +93,8 @@ def _fitting(choice: Choice) -> Forecast:
     if choice.chosen is not None:
         return choice.chosen
     machine, best = choice.machine, choice.considered[0]
-    problem = f"{best.plan.parallel.strategy} on {machine.devices_per_node} x {machine.device.name} in each node {best.reason}"
+    devices = f"{machine.devices_per_node} x {machine.device.name} in each node"
+    problem = f"{best.plan.parallel.strategy} on {devices} {best.reason}"
     action = "Use more nodes, a strategy that needs less memory, or --trainer.strategy auto. See `roomier plan`"
     raise RoomierError("--nodes", machine.num_nodes, problem, action)
 
