@@ -125,9 +125,9 @@ def manifest(target: str, job: Job) -> str:
     if target == "slurm":
         return _slurm(job)
     if job.nodes.least < job.nodes.most:
-        text = f"{job.nodes.least}:{job.nodes.most}"
+        nodes = f"{job.nodes.least}:{job.nodes.most}"
         action = f"Use --nodes {job.nodes.most}, or --to slurm, which can change the number of nodes at a restart"
-        raise RoomierError("--nodes", text, f"is a range, but {target} cannot resize a job", action)
+        raise RoomierError("--nodes", nodes, f"is a range, but {target} cannot resize a job", action)
     if target in NEEDS_IMAGE and not job.image:
         problem, action = f"is required for {target}", "Pass --image with a container image that contains your code"
         raise RoomierError("--image", job.image, problem, action)
