@@ -4,7 +4,15 @@ import pytest
 
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
-from roomier.launch.environment import RANK_VARIABLES, Node, export, first_host, launch_of, node_of, tasks_per_node
+from roomier.launch.environment import (
+    RANK_VARIABLES,
+    LaunchedNode,
+    export,
+    first_host,
+    launch_of,
+    node_of,
+    tasks_per_node,
+)
 from roomier.launch.job import job_names, num_restarts
 
 TORCHRUN = {
@@ -130,18 +138,20 @@ DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (KUBEFLOW, Node("Kubeflow Trainer", "PET_NODE_RANK", 1, 2, "run-node-0-0.run", 29400)),
-        (SKYPILOT, Node("SkyPilot", "SKYPILOT_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
-        (DSTACK, Node("dstack", "DSTACK_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
+        (KUBEFLOW, LaunchedNode("Kubeflow Trainer", "PET_NODE_RANK", 1, 2, "run-node-0-0.run", 29400)),
+        (SKYPILOT, LaunchedNode("SkyPilot", "SKYPILOT_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
+        (DSTACK, LaunchedNode("dstack", "DSTACK_NODE_RANK", 1, 2, "10.0.0.1", 29500)),
         (
             {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a", "MASTER_PORT": "4000"},
-            Node("Kubernetes", "JOB_COMPLETION_INDEX", 1, None, "a", 4000),
+            LaunchedNode("Kubernetes", "JOB_COMPLETION_INDEX", 1, None, "a", 4000),
         ),
-        ({**KUBEFLOW, "NODE_RANK": "0"}, Node("your script", "NODE_RANK", 0, None, None, None)),
+        ({**KUBEFLOW, "NODE_RANK": "0"}, LaunchedNode("your script", "NODE_RANK", 0, None, None, None)),
         ({"SKYPILOT_NUM_NODES": "2"}, None),
     ],
 )
-def test_nodes_of_launchers_that_start_one_process_on_each(environ: dict[str, str], expected: Node | None) -> None:
+def test_nodes_of_launchers_that_start_one_process_on_each(
+    environ: dict[str, str], expected: LaunchedNode | None
+) -> None:
     assert node_of(environ) == expected
 
 

@@ -18,7 +18,7 @@ from roomier.cli.plan_verb import PLAN_OPTIONS, plan_parser, planned
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.engines.manifests import TARGETS, Job, Nodes, grace_s, manifest
+from roomier.engines.manifests import TARGETS, ClusterJob, Nodes, grace_s, manifest
 from roomier.planner.choice import Choice
 from roomier.planner.forecast import SHARE_OF_DISK, SHARE_OF_HOST, Forecast
 from roomier.storage.address import is_remote
@@ -137,13 +137,13 @@ def _job(
     forecasts: Sequence[Forecast],
     save_s: float,
     image: str | None,
-) -> Job:
+) -> ClusterJob:
     """Return the job with the largest resources of ``forecasts``."""
     machine = forecasts[0].machine
     has_own = machine.device.has_own_memory
     host_bytes = max(each.host_bytes + (0 if has_own else each.peak_bytes) for each in forecasts)
     whole_bytes = machine.devices_per_node * (_PROCESS_BYTES + host_bytes) / SHARE_OF_HOST
-    return Job(
+    return ClusterJob(
         name,
         tuple(command),
         nodes,

@@ -60,7 +60,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A job for a launcher.
 
     Attributes:
@@ -113,7 +113,7 @@ def grace_s(step_s: float, save_s: float) -> float:
     return _SHORTEST_GRACE_S + 2 * (step_s + save_s)
 
 
-def manifest(target: str, job: Job) -> str:
+def manifest(target: str, job: ClusterJob) -> str:
     """Return the manifest of ``job`` for ``target``, one of :data:`TARGETS`.
 
     Raises:
@@ -135,7 +135,7 @@ def manifest(target: str, job: Job) -> str:
     return text
 
 
-def _slurm(job: Job) -> str:
+def _slurm(job: ClusterJob) -> str:
     few, most = job.nodes.least, job.nodes.most
     options = {
         "job-name": job.name,
@@ -156,7 +156,7 @@ def _slurm(job: Job) -> str:
     return "\n".join(["#!/bin/bash", *lines, "", threads, start, ""])
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _resources(job: ClusterJob) -> dict[str, Any]:
     """Return the resources of a container. Requests without a limit may be exceeded."""
     disk = {"ephemeral-storage": f"{job.disk_gib}Gi"} if job.disk_gib else {}
     limits: dict[str, Any] = {"memory": f"{job.memory_gib}Gi", **disk}
@@ -166,7 +166,7 @@ def _resources(job: Job) -> dict[str, Any]:
     return {"requests": {"cpu": str(job.devices), **limits}, "limits": limits}
 
 
-def _environment(job: Job, **more: str) -> list[dict[str, str]]:
+def _environment(job: ClusterJob, **more: str) -> list[dict[str, str]]:
     return [{"name": name, "value": value} for name, value in {JOB: job.name, **more}.items()]
 
 
@@ -179,7 +179,7 @@ def _mounts() -> dict[str, Any]:
     return {"volumeMounts": [{"name": "shared-memory", "mountPath": _SHARED_MEMORY}]}
 
 
-def _train_job(job: Job) -> dict[str, Any]:
+def _train_job(job: ClusterJob) -> dict[str, Any]:
     pod = {
         "terminationGracePeriodSeconds": job.whole_grace_s,
         "containers": [{"name": _NODE, **_mounts()}],
@@ -210,7 +210,7 @@ def _train_job(job: Job) -> dict[str, Any]:
     }
 
 
-def _job_set(job: Job) -> dict[str, Any]:
+def _job_set(job: ClusterJob) -> dict[str, Any]:
     container = {
         "name": _NODE,
         "image": job.image,
@@ -242,7 +242,7 @@ def _job_set(job: Job) -> dict[str, Any]:
     }
 
 
-def _sky_pilot(job: Job) -> dict[str, Any]:
+def _sky_pilot(job: ClusterJob) -> dict[str, Any]:
     name = _product(job.device)
     name = {"A100-40GB": "A100", "V100-16GB": "V100"}.get(name, name)
     return {
@@ -267,7 +267,7 @@ def _product(device: str) -> str:
     return device.removesuffix("-pcie").removesuffix("-nvl").upper()
 
 
-def _dstack(job: Job) -> dict[str, Any]:
+def _dstack(job: ClusterJob) -> dict[str, Any]:
     name, _, memory = _product(job.device).rpartition("-")
     gpu = {"name": name, "memory": memory} if memory.endswith("GB") else {"name": _product(job.device).replace("-", "")}
     return {

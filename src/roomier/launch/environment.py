@@ -59,7 +59,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Node:
+class LaunchedNode:
     """A node on which the launcher started one process, which starts the ranks of the node.
 
     Attributes:
@@ -89,7 +89,11 @@ _NODES = (
 )
 
 
-def node_of(environ: Mapping[str, str]) -> Node | None:
+NODE_RANKS = frozenset(each[1] for each in _NODES)
+"""Names of the environment variables with the rank of a node."""
+
+
+def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
     """Return the node that ``environ`` describes; None if no launcher started a process on each node.
 
     Raises:
@@ -100,7 +104,7 @@ def node_of(environ: Mapping[str, str]) -> Node | None:
             continue
         own_port = number_in(environ, port) if port in environ else _DEFAULT_PORT if not port else None
         addresses = environ.get(address, "").split()  # SkyPilot lists the addresses of all nodes
-        node = Node(
+        node = LaunchedNode(
             launcher,
             rank,
             number_in(environ, rank),

@@ -49,12 +49,12 @@ def place(devices: int, num_nodes: int, launch: Launch | None) -> World:
     """
     if launch is None:
         size = devices * num_nodes
-        node = node_of(os.environ)
-        if node is not None and node.size not in (None, num_nodes):
+        node = node_of(os.environ) if num_nodes > 1 else None
+        if node is None:
+            return World(0, size, local_size=devices)
+        if node.size not in (None, num_nodes):
             problem = f"does not match the {node.size} nodes that {node.launcher} started"
             raise PlanError("num_nodes", num_nodes, problem, "Set num_nodes='auto', or start the same number of nodes")
-        if node is None or num_nodes == 1:
-            return World(0, size, local_size=devices)
         if not 0 <= node.rank < num_nodes:
             action = f"Set {node.rank_name} to the index of this node, counted from 0"
             raise RoomierError(node.rank_name, node.rank, f"must be from 0 to {num_nodes - 1}", action)

@@ -21,7 +21,7 @@ from roomier.core.device.resolve import accelerator_type
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.launch import Launch, present_launch
-from roomier.launch.environment import node_of
+from roomier.launch.environment import NODE_RANKS, node_of
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import canonical
 from roomier.plan.migrate.training_arguments import advice
@@ -239,7 +239,7 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
     is_default = flags["strategy"] is None
     if flags["num_nodes"] == "auto" and launch is None:
-        node = node_of(os.environ)
+        node = None if NODE_RANKS.isdisjoint(os.environ) else node_of(os.environ)
         flags["num_nodes"] = 1 if node is None or node.size is None else node.size
     if is_default and launch is not None and launch.world.size > 1:
         flags["strategy"] = "ddp"
