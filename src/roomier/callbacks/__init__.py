@@ -22,6 +22,7 @@ _HOMES = {  # modules are imported on first access
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "OptunaPruning": "sweeps",
+    "PeerSnapshots": "peer_snapshots",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
     "RayTuneReport": "sweeps",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from roomier.callbacks.model_summary import ModelSummary as ModelSummary
     from roomier.callbacks.model_summary import RichModelSummary as RichModelSummary
     from roomier.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from roomier.callbacks.peer_snapshots import PeerSnapshots as PeerSnapshots
     from roomier.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from roomier.callbacks.progress import ProgressBar as ProgressBar
     from roomier.callbacks.spike_guard import SpikeGuard as SpikeGuard

@@ -64,12 +64,14 @@ class BackgroundSaver:
         """Number of started saves that have finished on this rank, successfully or with an error."""
         return self.num_started - int(self._thread is not None and self._thread.is_alive())
 
-    def start(self, path: str | Path, state: Mapping[str, Any]) -> None:
+    def start(self, path: str | Path, state: Mapping[str, Any], memory: Path | None = None) -> None:
         """Wait for the previous save, copy ``state``, and start writing the copy to ``path``.
 
         Args:
             path: checkpoint folder.
             state: nested state as for :func:`roomier.checkpoint.save`.
+            memory: folder of this node in memory for a snapshot; see [Note: snapshots] in ``snapshots.py``. None to
+                write the checkpoint to ``path``.
 
         Raises:
             CheckpointError: the previous save failed, or ``state`` cannot be saved.
@@ -80,7 +82,7 @@ class BackgroundSaver:
         together(self._ranks, lambda: staged.extend(self._stage(prepared.parts)))
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
-        job = replace(prepared, parts=staged)
+        job = replace(prepared, parts=staged, memory=memory)
         # The thread is a daemon, because an uncommitted checkpoint is unusable after the process has exited.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
         self._thread.start()

@@ -47,6 +47,7 @@ from roomier.checkpoint.record import (
     StoredFile,
     write_record,
 )
+from roomier.checkpoint.snapshots import copy_to_next_node
 from roomier.checkpoint.tensor_file import TensorFile, bytes_of
 from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core import torch_private
@@ -85,6 +86,8 @@ class Prepared:
         num_cut_elements: mapping from the name of each sharded tensor to its number of elements, summed over all ranks.
         is_of_run: True if a Trainer wrote the state.
         num_bytes: size of the data that all ranks write.
+        memory: folder of this node in memory to which a snapshot is written instead of ``target``; None for a
+            checkpoint. See [Note: snapshots] in ``snapshots.py``.
     """
 
     target: Path
@@ -94,6 +97,7 @@ class Prepared:
     num_cut_elements: dict[str, int]
     is_of_run: bool
     num_bytes: int = 0
+    memory: Path | None = None
 
 
 def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
@@ -129,13 +133,16 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
     Raises:
         CheckpointError: writing failed on one of the ranks. All ranks raise the same error.
     """
-    target, num_bytes, start_s = prepared.target, prepared.num_bytes, time.monotonic()
+    memory, num_bytes, start_s = prepared.memory, prepared.num_bytes, time.monotonic()
+    target = prepared.target if memory is None else memory / prepared.target.name
+    is_leader = ranks.is_zero if memory is None else ranks.world.local_rank == 0
+    nodes = [0] * ranks.world.size if memory is None else ranks.gather(ranks.world.node_rank)
     with ExitStack() as until_committed:
 
         def make_folder() -> Path | None:
-            return until_committed.enter_context(committed_folder(target, num_bytes)) if ranks.is_zero else None
+            return until_committed.enter_context(committed_folder(target, num_bytes)) if is_leader else None
 
-        folder = together(ranks, make_folder)[0]
+        folder = together(ranks, make_folder)[nodes.index(nodes[ranks.world.rank])]
         assert folder is not None
 
         def write_own() -> tuple[list[StoredFile], dict[str, int]]:
@@ -148,16 +155,20 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             return files, {part.name: part.tensor.numel() for part in prepared.parts if part.is_sharded}
 
         written = together(ranks, write_own)
+        if memory is not None:
+            copy_to_next_node(folder, [files for files, _ in written], nodes, ranks)
+        number, saved_at_ns = ranks.on_zero(lambda: (next_commit_number(prepared.target), time.time_ns()))
 
         def commit() -> None:
-            if not ranks.is_zero:
+            if not is_leader:
                 return
             _check_whole(prepared, [num_elements for _, num_elements in written])
             with disk_errors(target, num_bytes, folder):
                 if prepared.is_of_run:
                     (folder / README_NAME).write_text(README.format(name=target.name), encoding="utf-8")
-                duration_s = time.monotonic() - start_s
-                write_record(folder, _record(prepared, [file for files, _ in written for file in files], duration_s))
+                files = tuple(sorted((file for files, _ in written for file in files), key=lambda file: file.name))
+                write_ms = round(1000 * (time.monotonic() - start_s))
+                write_record(folder, _record(prepared, files, number, saved_at_ns, write_ms))
             until_committed.close()
 
         together(ranks, commit)
@@ -170,16 +181,18 @@ def _sections(json_tree: tree.Json) -> dict[str, Any]:
     return sections
 
 
-def _record(prepared: Prepared, files: list[StoredFile], duration_s: float) -> Record:
+def _record(
+    prepared: Prepared, files: tuple[StoredFile, ...], commit_number: int, saved_at_ns: int, write_ms: int
+) -> Record:
     return Record(
         format_version=FORMAT_VERSION,
-        commit_number=next_commit_number(prepared.target),
+        commit_number=commit_number,
         roomier_version=importlib.metadata.version("roomier"),
         torch_version=str(torch.__version__),
-        saved_at_ns=time.time_ns(),
-        files=tuple(sorted(files, key=lambda file: file.name)),
+        saved_at_ns=saved_at_ns,
+        files=files,
         tree=prepared.json_tree,
-        write_ms=round(1000 * duration_s),
+        write_ms=write_ms,
     )
 
 

@@ -107,12 +107,14 @@ class WantedSave:
 
     Attributes:
         path, weights_only, asynchronous, when_committed: as in :func:`roomier.train.saving.save.save_checkpoint`.
+        memory: folder of this node for a snapshot, which is written to memory; None for a checkpoint.
     """
 
     path: Path
     weights_only: bool = False
     asynchronous: bool = False
     when_committed: Callable[[], None] | None = None
+    memory: Path | None = None
 
 
 @dataclass

@@ -43,7 +43,7 @@ from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
 from roomier.planner.formula.offloaded import Group, Offloaded, offloaded
 from roomier.planner.formula.trace import Trace, moved_to_host, take_deep_trace, traced_plan
 from roomier.planner.hardware.machine import Machine
-from roomier.planner.memory.kinds import Interval, Kind, added
+from roomier.planner.memory.kinds import Interval, Kind, added, total_bytes
 from roomier.planner.memory.model_states import StateBytes, copied_bytes, kept_bytes
 from roomier.planner.memory.predict import groups_of_weights, layout_of, state_bytes_of
 from roomier.planner.memory.tracker import MemoryTracker
@@ -182,6 +182,12 @@ class Estimator:
         intervals, moved_bytes = step.run.intervals, step.moved_bytes
         is_on_disk = plan.offload.activations == "disk"
         host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
+        snapshot_bytes = 0
+        if any(each.is_snapshot for each in self._workload.copies):
+            # Two snapshots, each also on another node, and the copy from which a snapshot is written.
+            num_copies = 1 + 2 * min(plan.parallel.num_nodes, 2)
+            stored = added(intervals[-1].end, away.kept_less)
+            snapshot_bytes = num_copies * total_bytes(stored, (Kind.PARAMETER, Kind.OPTIMIZER_STATE))
         each_way = moved_bytes * plan.batch.accumulate_grad_batches if is_on_disk else 0
         return Forecast(
             plan=plan,
@@ -190,7 +196,7 @@ class Estimator:
             method="dry run" if step.trace is None else "closed form",
             timeline=intervals,
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in intervals)),
-            host_bytes=host_bytes + compiler_bytes(plan, self._workload.num_parameters),
+            host_bytes=host_bytes + snapshot_bytes + compiler_bytes(plan, self._workload.num_parameters),
             time=step_time(
                 self._sized(micro_batch),
                 plan,

@@ -19,6 +19,7 @@ from roomier.api.lightning_module import LightningAdapter, described_datamodule,
 from roomier.callbacks.checkpoint_folder import remove_saved
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
+from roomier.checkpoint.snapshots import INTERRUPTED
 from roomier.core.device.rng import rng_state
 from roomier.core.hugging_face import find_pretrained
 from roomier.core.log import notice
@@ -32,7 +33,6 @@ from roomier.run.states import RunningStage
 from roomier.storage.mirror import local_of, shown
 from roomier.train.saving.remote import upload
 
-INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0
 
 
@@ -123,7 +123,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
         return
     if run.saves.background is None:
         run.saves.background = checkpoint.BackgroundSaver(run.ranks)
-    run.saves.background.start(wanted.path, state)
+    run.saves.background.start(wanted.path, state, wanted.memory)
     run.saves.when_settled = then
 
 
@@ -165,10 +165,13 @@ def end_background_save(run: Run) -> None:
 
 
 def _committed(run: Run, wanted: WantedSave, step: int) -> None:
-    if not wanted.weights_only:
+    is_on_disk = wanted.memory is None
+    if is_on_disk and not wanted.weights_only:
         run.saves.step, run.saves.path = step, wanted.path
         run.ranks.on_zero(partial(_remove_interrupted, run))
-    if not wanted.path.name.startswith("."):  # otherwise, a file for Lightning replaces this folder
+    if wanted.memory is None and not wanted.path.name.startswith(
+        "."
+    ):  # otherwise, a file for Lightning replaces this folder
         upload(run, wanted.path)
     if wanted.when_committed is not None:
         wanted.when_committed()
