@@ -62,6 +62,8 @@ class PeerSnapshots(Callback):
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run = run_of(trainer, "PeerSnapshots")
+        if trainer.fast_dev_run:
+            return
         if run.folder is None or remote_of(run.folder) is not None:
             problem = "requires a run folder on a local or shared file system"
             action = "Set default_root_dir to such a folder, and keep enable_checkpointing=True"
@@ -83,7 +85,7 @@ class PeerSnapshots(Callback):
         place = self.place
         problem = "" if place.is_dir() else "does not exist"
         if not problem and free_bytes(place) < num_bytes:
-            problem = f"is too small: two snapshots {shortage(place, num_bytes)}"
+            problem = f"is too small. Space for two snapshots {shortage(place, num_bytes)}"
         for rank, each in enumerate(run.ranks.gather(problem)):
             if each:
                 action = "Enlarge it (`mount -o remount,size=...`), or remove PeerSnapshots"
@@ -93,7 +95,7 @@ class PeerSnapshots(Callback):
         step, run = trainer.global_step, run_of(trainer, "PeerSnapshots")
         background = run.saves.background
         is_due = step - self._step >= self.every_n_steps and not trainer.is_last_save_point
-        if not is_due or (background is not None and background.is_busy):
+        if self._memory is None or not is_due or (background is not None and background.is_busy):
             return
         self._step = step
         assert run.folder is not None

@@ -7,7 +7,7 @@ processes have ended to the run's folder for checkpoints. All other code then fi
 the number of ranks nor their nodes have to stay the same. Snapshots that are no longer needed are deleted there, too.
 
 The folder of a run in memory, ``<place>/roomier-<user>/<root>/<run folder>@<owner>``, names a process that writes the
-snapshots, because the snapshots of running processes must not be touched.
+snapshots, because the snapshots of other running processes must not be touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from roomier.checkpoint.record import README_NAME, StoredFile, read_commit_numbe
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.replacing import OWNER, is_abandoned, new_owner
+from roomier.core.replacing import OWNER, is_abandoned, new_owner, this_host
 
 INTERRUPTED = "interrupted-step="
 """Start of the names of checkpoints that no callback manages. A newer checkpoint of the run replaces them."""
@@ -73,14 +73,15 @@ def folder_in_memory(place: Path, run_folder: Path) -> Path:
     Raises:
         CheckpointError: another user owns the folder of this user's snapshots.
     """
-    return _folder_of_root(place, run_folder.parent) / f"{run_folder.name}@{new_owner()}"
+    folder = _folder_of_root(place, run_folder.parent)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{run_folder.name}@{new_owner()}"
 
 
 def _folder_of_root(place: Path, root: Path) -> Path:
     own = place / f"roomier-{os.getuid()}"
     if own.exists() and own.stat().st_uid != os.getuid():
         raise CheckpointError("place", str(own), "belongs to another user", "Pass another folder to PeerSnapshots")
-    own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
 
 
@@ -154,8 +155,15 @@ def rescue(place: Path, root: Path, ranks: Ranks) -> None:
 
 
 def _abandoned(folder: Path) -> list[Path]:
-    found = [(path, _RUN.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ())]
-    return [path for path, match in found if match and is_abandoned(path, match["host"], int(match["pid"]))]
+    """Return the folders of runs whose processes have ended, and of earlier runs of this process."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _RUN.fullmatch(path.name)
+        if match is not None:
+            host, pid = match["host"], int(match["pid"])
+            if (host, pid) == (this_host(), os.getpid()) or is_abandoned(path, host, pid):
+                found.append(path)
+    return found
 
 
 def _held(folder: Path) -> list[_Held]:
