@@ -107,7 +107,7 @@ class WantedSave:
 
     Attributes:
         path, weights_only, asynchronous, when_committed: as in :func:`roomier.train.saving.save.save_checkpoint`.
-        memory: folder of this node for a snapshot, which is written to memory; None for a checkpoint.
+        memory: as in :meth:`roomier.checkpoint.BackgroundSaver.start`.
     """
 
     path: Path

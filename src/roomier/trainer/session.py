@@ -18,12 +18,11 @@ from typing import Any
 from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
-from roomier.api.callback import LOG_METHODS, Callback, KeepsSnapshots
+from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.lightning_module import with_methods_of_module
 from roomier.api.module import Module
 from roomier.api.overrides import check_hook_names, lightning_base
 from roomier.checkpoint.commit import at_home
-from roomier.checkpoint.snapshots import rescue
 from roomier.checkpoint.uploads import check_storage
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.resolve import resolve_device
@@ -39,7 +38,6 @@ from roomier.run.settled import Fitted, Request, num_steps_of
 from roomier.run.signals import REQUEUES, GracefulStop, exit_of
 from roomier.run.states import RunningStage, TrainerStatus
 from roomier.storage.mirror import local_of
-from roomier.storage.remote_path import RemotePath
 from roomier.train.evaluate import EvaluationCutError
 from roomier.train.manual import ManualOptimizer
 from roomier.train.opening.notices import num_batches_of_loaders
@@ -202,9 +200,6 @@ def _open(
     loggers = [*trainer.loggers, *trainer.file_loggers]
     if request.is_fit and request.keeps_files:
         check_storage({"default_root_dir": local_of(request.root)}, ranks)
-    for each in trainer.callbacks if request.is_fit and request.keeps_files else ():
-        if isinstance(each, KeepsSnapshots) and not isinstance(request.root, RemotePath):
-            rescue(each.place, request.root, ranks)
     start, job = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
     trainer.log_dir = str(start.folder or local_of(request.root))
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)

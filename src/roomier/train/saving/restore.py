@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.callback import ChecksState, GoBackError, PlacesTensors
+from roomier.api.callback import ChecksState, GoBackError, KeepsSnapshots, PlacesTensors
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
@@ -26,6 +26,7 @@ from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import RECORD_NAME, RECORD_OF_DCP, DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
+from roomier.checkpoint.snapshots import rescue
 from roomier.core.device.rng import check_rng_state, preserved_rng, rng_state, seed_everything, set_rng_state
 from roomier.core.errors import CheckpointError, RoomierError, TrainingError
 from roomier.core.forms import item_of
@@ -420,6 +421,9 @@ def find_start(
         RoomierError: the checkpoint or the weights file does not exist. For a fit, ``"last"`` may name none.
     """
     root, asked = request.root, request.ckpt_path
+    for each in request.trainer.callbacks if request.is_fit and request.keeps_files else ():
+        if isinstance(each, KeepsSnapshots) and not isinstance(root, RemotePath):
+            rescue(each.place, root, ranks)
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if asked == "last" and path is None and not request.is_fit:
         action = "Pass default_root_dir of the fit, the path of a checkpoint, or None for the weights of the module"
