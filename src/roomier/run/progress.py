@@ -106,8 +106,7 @@ class WantedSave:
     """A requested checkpoint.
 
     Attributes:
-        path, weights_only, asynchronous, when_committed: as in :func:`roomier.train.saving.save.save_checkpoint`.
-        memory: as in :meth:`roomier.checkpoint.BackgroundSaver.start`.
+        path, weights_only, asynchronous, when_committed, memory: as in ``save_checkpoint`` and ``BackgroundSaver.start``.
     """
 
     path: Path

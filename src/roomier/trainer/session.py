@@ -223,8 +223,7 @@ def _open(
         prepare_forecast(trainer, module)
         settled = replace(settled, callbacks=trainer.callbacks)
     if job is not None and start.folder is not None:
-        whole = global_batch_of(settled.plan, data)
-        ranks.on_zero(partial(job.write, start.folder, whole))
+        ranks.on_zero(partial(job.write, start.folder, global_batch_of(settled.plan, data)))
     run = open_run(settled, module, stop=stop, loggers=loggers, hooked=trainer.hooked_callbacks(request.stage))
     run.uploads = uploads
     return run
