@@ -35,6 +35,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import OWNER, is_abandoned, new_owner, this_host
+from roomier.core.untrusted import open_regular
 
 INTERRUPTED = "interrupted-step="
 """Start of the names of checkpoints that no callback manages. A newer checkpoint of the run replaces them."""
@@ -221,16 +222,16 @@ def _write(checkpoints: Path, files: Files, ranks: Ranks) -> None:
         assert aside is not None
 
         def copy() -> None:
+            is_recorder = ranks.world.rank == recorder
             with disk_errors(target, num_bytes, aside):
-                for name in names:
+                for name in (*names, *([README_NAME] if is_recorder else [])):
                     assert folder is not None
-                    shutil.copyfile(folder / name, aside / name)
-                    with (aside / name).open("rb") as file:
+                    with open_regular(folder / name) as source, (aside / name).open("xb") as file:
+                        shutil.copyfileobj(source, file)
+                        file.flush()
                         os.fsync(file.fileno())
-                if ranks.world.rank == recorder:
-                    shutil.copyfile(first / README_NAME, aside / README_NAME)
-                    record = read_record(first)
-                    write_record(aside, replace(record, commit_number=next_commit_number(target)))
+                if is_recorder:
+                    write_record(aside, replace(read_record(first), commit_number=next_commit_number(target)))
                 sync_folder(aside)
 
         together(ranks, copy)

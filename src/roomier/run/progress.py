@@ -106,7 +106,7 @@ class WantedSave:
     """A requested checkpoint.
 
     Attributes:
-        path, weights_only, asynchronous, when_committed, memory: as in ``save_checkpoint`` and ``BackgroundSaver.start``.
+        path, weights_only, asynchronous, when_committed, memory: see ``save_checkpoint`` and ``BackgroundSaver.start``.
     """
 
     path: Path
