@@ -215,6 +215,7 @@ OF_THE_HOST = {
     "benchmarks.gpu.case:_kill_session | process.wait()",
     "benchmarks.rank_processes:_wait | each.wait()",
     "benchmarks.upload:_forward | limit.wait(len(data))",
+    "roomier.checkpoint.snapshots:copy_to_next_node | work.wait()",
     "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
     "roomier.core.ranks:close_connections | work.wait(timedelta(milliseconds=1))",
     "roomier.planner.hardware.measuring:_run_ranks | process.wait()",
