@@ -231,7 +231,9 @@ def _write(checkpoints: Path, files: Files, ranks: Ranks) -> None:
                         file.flush()
                         os.fsync(file.fileno())
                 if is_recorder:
-                    write_record(aside, replace(read_record(first), commit_number=next_commit_number(target)))
+                    write_record(
+                        aside, replace(read_record(first), commit_number=next_commit_number(target), write_ms=0)
+                    )
                 sync_folder(aside)
 
         together(ranks, copy)
