@@ -121,7 +121,8 @@ def _ray() -> Preemption | None:
     info = get_train_context().preemption_context.preemption_info
     if info is None:
         return None
-    return Preemption("Ray", info.deadline_ms and datetime.fromtimestamp(info.deadline_ms / 1000, UTC))
+    deadline = datetime.fromtimestamp(info.deadline_ms / 1000, UTC) if info.deadline_ms else None
+    return Preemption("Ray", deadline)
 
 
 def _aws(environ: Mapping[str, str]) -> Preemption | None:
