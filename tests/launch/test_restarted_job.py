@@ -13,25 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import roomier
 from roomier.callbacks import ModelCheckpoint
 from tests.covering import few
+from tests.engines.training import NUM_SAMPLES, Numbered
 from tests.ranks.pool import RankFailed, RankPool
 
-NUM_SAMPLES = 48
 Steps = dict[tuple[int, int], set[int]]
-
-
-class Numbered(Dataset[Any]):
-    """Samples that contain their index."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.linspace(index / NUM_SAMPLES, 1.0, 4), index
 
 
 class Model(roomier.Module):
