@@ -66,7 +66,7 @@ def steps_of_rows(kind: Any, folder: Path) -> list[int]:
 
 
 @differs(
-    "the column `loss`",
+    "the `loss` column",
     lightning="does not exist",
     roomier="is the loss of the optimizer step, over all its micro-batches and ranks",
     reason="runs can be compared even if their modules log different values",
