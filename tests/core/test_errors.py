@@ -41,9 +41,11 @@ def test_an_error_about_an_object_that_cannot_be_pickled_can_be_pickled():
     assert "generator object" in str(error)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(10, 12), (118, 120), (119, 120), (5000, 120)])
+@pytest.mark.parametrize(("length", "expected"), [(10, 13), (117, 120), (118, 120), (5000, 120)])
 def test_a_long_value_is_shortened(length, expected):
-    assert len(shorten("x" * length)) == expected
+    shortened = shorten("x" * length + "y")
+    assert len(shortened) == expected
+    assert shortened.endswith("xy'")  # the end of a path names the file
 
 
 def test_an_object_without_repr_is_shown_by_its_class():

@@ -110,12 +110,13 @@ def check_integer(field: str, value: object, at_least: int, action: str) -> None
 
 
 def shorten(value: object, limit: int = 120) -> str:
-    """Return ``repr(value)``, shortened to at most ``limit`` characters."""
+    """Return ``repr(value)`` with at most ``limit`` characters. The middle is removed, because a path is known by its end."""
     try:
         text = repr(value)
     except Exception:  # for example if the __init__ of the object raised an error
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    kept = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[: limit - 3 - kept]}...{text[-kept:]}"
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:
