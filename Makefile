@@ -28,7 +28,7 @@ help:
 	@echo 'make test          lint, types, layers and the main tests of each feature'
 	@echo 'make test-more     the tests marked more; CI runs both commands'
 	@echo 'make test-storage  the tests with storage servers, notebooks, sweeps and a browser'
-	@echo 'make test-engines  the tests of runs that Ray Train starts and restarts'
+	@echo 'make test-engines  the tests of runs that Ray Train, torchrun and SLURM restart'
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
 	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'

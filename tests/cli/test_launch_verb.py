@@ -50,8 +50,11 @@ def test_slurm_starts_the_ranks_and_may_change_their_number(run: Path, capsys: p
         "#SBATCH --open-mode=append",
         "",
         "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
-        f"srun --kill-on-bad-exit=1 roomier fit --config {run} --trainer.max_steps 9 --trainer.devices=auto "
-        "--trainer.num_nodes=auto",
+        "export ROOMIER_JOB=slurm-$SLURM_JOB_ID",
+        "for _ in {0..3}; do",
+        f"    srun --kill-on-bad-exit=1 roomier fit --config {run} --trainer.max_steps 9 --trainer.devices=auto "
+        "--trainer.num_nodes=auto && exit",
+        "done",
     ]
 
 

@@ -7,11 +7,14 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import roomier
@@ -45,28 +48,27 @@ class Model(roomier.Module):
         rank, step = self.trainer.global_rank, self.trainer.global_step
         if self.before_step is not None:
             self.before_step(rank, step)
+        losses = (self.net(values).squeeze(1) - indices / NUM_SAMPLES).pow(2)
         with (self.notes / f"samples-{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([self.trainer.current_epoch, step, indices.tolist()]) + "\n")
-        loss = (self.net(values) - indices[:, None] / NUM_SAMPLES).pow(2).mean()
-        self.log("loss", loss)
-        return loss
+            file.write(json.dumps([self.trainer.current_epoch, step, indices.tolist(), losses.tolist()]) + "\n")
+        self.log("loss", losses.mean())
+        return losses.mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 0.05)
 
 
 class Kill:
-    """Send SIGKILL to a random rank in each of the first ``number`` attempts: at a random moment during or shortly
-    after a random step.
+    """Send SIGKILL to a random rank in each of ``attempts``: at a random moment during or shortly after a random step.
 
     Args:
         notes: folder in which the attempts are counted.
-        number: number of kills.
+        attempts: indices of the attempts that end with a kill.
         within: maximum number of steps of an attempt before its kill.
     """
 
-    def __init__(self, notes: Path, number: int, within: int) -> None:
-        self.notes, self.number, self.within = notes, number, within
+    def __init__(self, notes: Path, attempts: Collection[int], within: int) -> None:
+        self.notes, self.attempts, self.within = notes, attempts, within
         self.num_steps = 0
 
     def __call__(self, rank: int, step: int) -> None:
@@ -75,47 +77,87 @@ class Kill:
             (self.notes / f"attempt-{rank}-{self.attempt}").touch()
             draw = random.Random(self.attempt)
             self.victim, self.kill_after, self.delay_s = draw.randrange(2), draw.randrange(self.within), draw.random()
-        if self.attempt < self.number:
-            if self.num_steps == self.kill_after and rank == self.victim:
+        if self.attempt <= max(self.attempts):
+            if self.attempt in self.attempts and self.num_steps == self.kill_after and rank == self.victim:
                 threading.Timer(0.05 * self.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             time.sleep(0.03)
         self.num_steps += 1
 
 
-def train(notes: Path, max_epochs: int, before_step: Any, dropout: float, num_ranks: int, **options: Any) -> None:
+class Slow:
+    """Record the time and the number of ranks of each step in ``notes``, and delay it while ``notes/slow`` exists."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def __call__(self, rank: int, step: int) -> None:
+        if rank == 0:
+            with (self.notes / "times.jsonl").open("a") as file:
+                file.write(json.dumps([time.time(), int(os.environ["WORLD_SIZE"])]) + "\n")
+        if (self.notes / "slow").exists():
+            time.sleep(0.1)
+
+
+def train(
+    notes: Path,
+    max_epochs: int,
+    before_step: Any,
+    dropout: float,
+    num_ranks: int,
+    strategy: str = "ddp",
+    **options: Any,
+) -> None:
     """Train on ``num_ranks`` ranks with the same global batch, and write the final weights to ``notes``."""
     roomier.seed_everything(0)
     trainer = roomier.Trainer(
         max_epochs=max_epochs,
         accelerator="cpu",
-        strategy="ddp" if num_ranks > 1 else "single",
+        strategy=strategy if num_ranks > 1 else "single",
         logger=False,
         enable_progress_bar=False,
         enable_plan_table=False,
         enable_model_summary=False,
         **options,
     )
-    model = Model(notes, before_step, dropout)
-    trainer.fit(model, DataLoader(Numbered(), GLOBAL_BATCH // num_ranks, shuffle=True))
+    trainer.fit(Model(notes, before_step, dropout), DataLoader(Numbered(), GLOBAL_BATCH // num_ranks, shuffle=True))
+    named = trainer.engine.weights()
+    weights = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in named.items()}
     if trainer.is_global_zero:
-        torch.save([trainer.global_step, model.state_dict()], notes / "end.pt")
+        torch.save([trainer.global_step, weights], notes / "end.pt")
 
 
-def undisturbed(notes: Path, max_epochs: int, dropout: float = 0.0) -> None:
+def undisturbed(notes: Path, max_epochs: int, dropout: float = 0.0, strategy: str = "ddp") -> None:
     """Train on the ranks of a pool, without an engine."""
-    train(notes, max_epochs, None, dropout, int(os.environ["WORLD_SIZE"]), default_root_dir=notes / "runs")
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    train(notes, max_epochs, None, dropout, num_ranks, strategy, default_root_dir=notes / "runs")
 
 
-def samples_of(notes: Path) -> dict[tuple[int, int], list[int]]:
-    """Return the samples of each (epoch, step), and check that all executions of a step read the same samples and that
-    each epoch reads each sample once."""
-    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+Steps = dict[tuple[int, int], dict[int, float]]
+
+
+def steps_of(notes: Path, tolerance: float = 0.0) -> Steps:
+    """Return the losses of the samples of each (epoch, step), by index. Check that all executions of a step read the
+    same samples, with losses that differ by at most ``tolerance``, and that each epoch reads each sample once."""
+    found: Steps = defaultdict(dict)
     for path in notes.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
-            epoch, step, indices = json.loads(line)
-            found[epoch, step] |= set(indices)
-    assert {len(indices) for indices in found.values()} == {GLOBAL_BATCH}
+            epoch, step, indices, losses = json.loads(line)
+            for index, loss in zip(indices, losses, strict=True):
+                assert abs(found[epoch, step].setdefault(index, loss) - loss) <= tolerance, (epoch, step, index)
+    assert {len(losses) for losses in found.values()} == {GLOBAL_BATCH}
     for epoch in {epoch for epoch, _ in found}:
-        read = sorted(index for (each, _), indices in found.items() if each == epoch for index in indices)
+        read = sorted(index for (each, _), losses in found.items() if each == epoch for index in losses)
         assert read == list(range(NUM_SAMPLES))
-    return {key: sorted(indices) for key, indices in found.items()}
+    return found
+
+
+def check_same(notes: Path, expected: Path, tolerance: float = 0.0) -> None:
+    """Check that the runs in ``notes`` and ``expected`` have the same samples, and losses and final weights that differ
+    by at most ``tolerance``."""
+    found, expected_steps = steps_of(notes, tolerance), steps_of(expected)
+    assert found.keys() == expected_steps.keys()
+    for key, losses in found.items():
+        assert losses.keys() == expected_steps[key].keys()
+        assert sum(losses.values()) == pytest.approx(sum(expected_steps[key].values()), rel=tolerance, abs=0.0)
+    ends = [torch.load(each / "end.pt") for each in (notes, expected)]
+    torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance / 10)

@@ -4,8 +4,6 @@ weights."""
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -172,17 +170,3 @@ def test_more_ranks_than_samples_are_rejected(on_ranks: RankPool, tmp_path: Path
         on_ranks(2, train, tmp_path, "job", 1, 1, (0, 5))
     with pytest.raises(RankFailed, match=r"devices=3: these ranks cannot share the 2 samples of a step.*: 1, 2"):
         on_ranks(3, train, tmp_path, "job", 1, 1, None)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_rank_that_was_killed(tmp_path: Path) -> None:
-    program = Path(__file__).parent / "programs" / "elastic.py"
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--max-restarts=1", str(program)]
-    weights = {}
-    for name, rank in (("undisturbed", "9"), ("killed", "1")):
-        (tmp_path / name).mkdir()
-        subprocess.run([*torchrun, str(tmp_path / name), rank, "4"], check=True, timeout=500)
-        weights[name] = torch.load(tmp_path / name / "weights.pt")
-    assert (tmp_path / "killed" / "killed").exists()
-    for name, expected in weights["undisturbed"].items():
-        assert torch.equal(weights["killed"][name], expected)

@@ -11,4 +11,7 @@
 #SBATCH --open-mode=append
 
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-srun --kill-on-bad-exit=1 python examples/train_gpt.py --strategy zero3 --precision bf16-mixed
+export ROOMIER_JOB=slurm-$SLURM_JOB_ID
+for _ in {0..3}; do
+    srun --kill-on-bad-exit=1 python examples/train_gpt.py --strategy zero3 --precision bf16-mixed && exit
+done

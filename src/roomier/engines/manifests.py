@@ -151,9 +151,14 @@ def _slurm(job: ClusterJob) -> str:
     }
     lines = [f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()]
     container = "" if job.image is None else f"--container-image={shlex.quote(job.image)} "
-    threads = "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"
-    start = f"srun --kill-on-bad-exit=1 {container}{shlex.join(job.command)}"
-    return "\n".join(["#!/bin/bash", *lines, "", threads, start, ""])
+    start = [
+        "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
+        f"export {JOB}=slurm-$SLURM_JOB_ID",
+        "for _ in {0..3}; do",  # after a failure, such as a rank that was killed
+        f"    srun --kill-on-bad-exit=1 {container}{shlex.join(job.command)} && exit",
+        "done",
+    ]
+    return "\n".join(["#!/bin/bash", *lines, "", *start, ""])
 
 
 def _resources(job: ClusterJob) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""A job with the script of the how-to page on SLURM: its ranks are killed, and its node fails."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.engines.training import check_same, undisturbed
+from tests.launch.slurm import PROGRAMS, Cluster, cluster, wait_until
+from tests.ranks.pool import RankPool
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "code" / "slurm" / "job.sh"
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+HERE = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(not (PROGRAMS / "sbin").is_dir(), reason="SLURM is not available: run `make slurm`"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+def submit(slurm: Cluster, command: str, log: Path) -> str:
+    """Submit the script of the page with ``command`` in place of its training, and return the number of the job."""
+    script, num_changes = re.subn(r"python examples/train_gpt.py [^&]*", f"{command} ", SCRIPT.read_text())
+    assert num_changes == 1
+    return slurm.submit(script, (*HERE, f"--output={log}"))
+
+
+def fail_node(slurm: Cluster, job: str) -> None:
+    """Kill all processes of ``job``, report its node to SLURM as down, and return the node to service."""
+    words = [line.split() for line in slurm.run("scontrol", "listpids", job).splitlines()[1:]]
+    tasks = [psutil.Process(int(pid)) for pid, _, _, task, _ in words if task.isdecimal()]
+    for process in {task.parent() for task in tasks} | set(tasks):
+        process.kill()
+    folder = Path(slurm.environ["SLURM_CONF"]).parent
+    for each in (folder / "spool").glob("job*"):  # slurmd removes them when it starts on a node
+        shutil.rmtree(each)
+    node = slurm.values_of(job)["NodeList"]
+    slurm.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=failure")
+    wait_until(lambda: slurm.values_of(job)["JobState"] == "PENDING", lambda: str(slurm.values_of(job)))
+    slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
+@pytest.mark.timeout(500)
+def test_eight_kills_and_two_failures_of_the_node_change_no_bit(
+    slurm: Cluster, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    settings = {"max_epochs": 16, "dropout": 0.1, "strategy": "zero2"}
+    (tmp_path / "undisturbed").mkdir()
+    on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
+    (notes := tmp_path / "killed").mkdir()
+    kills = [0, 1, 2, 4, 5, 6, 8, 9]  # SLURM starts the script again after the failures of the node
+    log = tmp_path / "job.log"
+    job = submit(slurm, f"python {PROGRAM} {notes} '{json.dumps(settings)}' '{kills}'", log)
+    for attempt in (3, 7):
+        begun = [notes / f"attempt-{rank}-{attempt}" for rank in range(2)]
+        wait_until(lambda: all(each.exists() for each in begun), log.read_text)  # noqa: B023
+        fail_node(slurm, job)
+    wait_until(lambda: slurm.values_of(job)["JobState"] in ("COMPLETED", "FAILED"), log.read_text)
+    assert slurm.values_of(job)["JobState"] == "COMPLETED", log.read_text()
+    assert slurm.values_of(job)["Restarts"] == "2"
+    assert len(list(notes.glob("attempt-*"))) == 2 * 11
+    check_same(notes, tmp_path / "undisturbed")
+
+
+def test_a_job_that_always_fails_ends_after_three_restarts(slurm: Cluster, tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    job = submit(slurm, "bash -c 'echo started; exit 3'", log)
+    wait_until(lambda: slurm.values_of(job)["JobState"] in ("COMPLETED", "FAILED"), log.read_text)
+    assert slurm.values_of(job)["ExitCode"] == "3:0"
+    assert log.read_text().count("started") == 2 * 4
