@@ -64,9 +64,9 @@ def test_eight_kills_and_two_failures_of_the_node_change_no_bit(
     job = submit(slurm, f"python {PROGRAM} {notes} '{json.dumps(settings)}' '{kills}'", log)
     for attempt in (3, 7):
         begun = [notes / f"attempt-{rank}-{attempt}" for rank in range(2)]
-        wait_until(lambda: all(each.exists() for each in begun), log.read_text)  # noqa: B023
+        wait_until(lambda: all(each.exists() for each in begun), log.read_text, 400)  # noqa: B023
         fail_node(slurm, job)
-    wait_until(lambda: slurm.values_of(job)["JobState"] in ("COMPLETED", "FAILED"), log.read_text)
+    wait_until(lambda: slurm.values_of(job)["JobState"] in ("COMPLETED", "FAILED"), log.read_text, 400)
     assert slurm.values_of(job)["JobState"] == "COMPLETED", log.read_text()
     assert slurm.values_of(job)["Restarts"] == "2"
     assert len(list(notes.glob("attempt-*"))) == 2 * 11

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -153,11 +152,12 @@ def steps_of(notes: Path, tolerance: float = 0.0) -> Steps:
 
 def check_same(notes: Path, expected: Path, tolerance: float = 0.0) -> None:
     """Check that the runs in ``notes`` and ``expected`` have the same samples, and losses and final weights that differ
-    by at most ``tolerance``."""
+    by at most ``tolerance``. Losses below 0.001 may differ by ``tolerance / 1000``."""
     found, expected_steps = steps_of(notes, tolerance), steps_of(expected)
     assert found.keys() == expected_steps.keys()
     for key, losses in found.items():
         assert losses.keys() == expected_steps[key].keys()
-        assert sum(losses.values()) == pytest.approx(sum(expected_steps[key].values()), rel=tolerance, abs=0.0)
+        loss, expected_loss = (sum(each.values()) / GLOBAL_BATCH for each in (losses, expected_steps[key]))
+        assert abs(loss - expected_loss) <= tolerance * max(expected_loss, 1e-3), (key, loss, expected_loss)
     ends = [torch.load(each / "end.pt") for each in (notes, expected)]
-    torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance)

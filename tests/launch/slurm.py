@@ -49,8 +49,8 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
 """
 
 
-def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    until = time.monotonic() + LIMIT_S
+def wait_until(condition: Callable[[], bool], what: Callable[[], str], limit_s: float = LIMIT_S) -> None:
+    until = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < until, what()
         time.sleep(0.1)
