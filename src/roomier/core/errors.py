@@ -110,7 +110,7 @@ def check_integer(field: str, value: object, at_least: int, action: str) -> None
 
 
 def shorten(value: object, limit: int = 120) -> str:
-    """Return ``repr(value)`` with at most ``limit`` characters. The middle is removed, because a path is known by its end."""
+    """Return ``repr(value)`` with at most ``limit`` characters. The middle is removed: a path is known by its end."""
     try:
         text = repr(value)
     except Exception:  # for example if the __init__ of the object raised an error
