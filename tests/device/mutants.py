@@ -217,6 +217,8 @@ OF_THE_HOST = {
     "benchmarks.upload:_forward | limit.wait(len(data))",
     "roomier.checkpoint.snapshots:copy_to_next_node | work.wait()",
     "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
+    "roomier.checkpoint.background:BackgroundSaver.end | self.wait(_GRACE_S)",
+    "roomier.callbacks.peer_snapshots:PeerSnapshots.on_train_batch_end | self._saver.wait()",
     "roomier.core.ranks:close_connections | work.wait(timedelta(milliseconds=1))",
     "roomier.planner.hardware.measuring:_run_ranks | process.wait()",
     "roomier.launch.failure:FailureNews.watch_connecting | is_connected.wait(_END_S + 1.0)",
@@ -232,7 +234,6 @@ OF_THE_HOST = {
     "roomier.sweeps:_RankZero._receive | store.wait([key], _LIMIT if has_failed else _LIMIT_OF_SUCCESS)",
     "roomier.train.predict_stream:_after_roll_call | roll_call.wait()",
     "roomier.train.saving.save:settle_background_save | run.saves.background.wait()",
-    "roomier.train.saving.save:end_background_save | run.saves.background.wait(_GRACE_S)",
 }
 
 

@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +20,12 @@ import roomier
 from roomier.api.callback import kept_by
 from roomier.callbacks import ModelCheckpoint, PeerSnapshots
 from roomier.callbacks import peer_snapshots as module_of_callback
+from roomier.checkpoint import background
+from roomier.checkpoint.agree import all_ranks
+from roomier.checkpoint.record import StoredFile
+from roomier.checkpoint.snapshots import copy_to_next_node
 from roomier.core.errors import RoomierError
+from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.hardware.spec import machine_of
@@ -29,15 +36,6 @@ from tests.ranks.pool import RankFailed, RankPool
 
 NUM_STEPS = 12
 Make = Callable[..., roomier.Trainer]
-
-
-class Waits(roomier.Callback):
-    """Callback that waits until the background save of the previous step is complete on this rank."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        background = trainer.run.saves.background
-        while background is not None and background.num_ended < background.num_started:
-            time.sleep(0.001)
 
 
 def train(root: Path, strategy: str, num_nodes: int, killed_at: tuple[int, int] | None) -> dict[str, Tensor]:
@@ -55,7 +53,7 @@ def train(root: Path, strategy: str, num_nodes: int, killed_at: tuple[int, int] 
         accelerator="cpu",
         max_epochs=2,
         logger=False,
-        callbacks=[Waits(), ModelCheckpoint(every_n_train_steps=4), PeerSnapshots(1, place)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), PeerSnapshots(1, place)],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=root / "runs",
@@ -105,13 +103,173 @@ def test_a_lost_node_costs_no_more_than_the_steps_since_the_last_snapshot(
         assert "epoch=1-step=8" in printed
     else:
         [step] = {int(line.rpartition("=")[2]) for line in printed.splitlines() if "resumes from" in line}
-        assert step in (9, 10)
+        assert step in (10, 11)
         assert "interrupted-step=" in printed
     assert samples_of(root) == samples_of(tmp_path / "undisturbed")
     for name, expected in undisturbed.items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
     assert not list(root.glob("memory-*/*/*/*"))  # the memory is free after the fit
     assert not list(disk.glob("interrupted-*"))  # a newer checkpoint replaces it
+
+
+class Ended(roomier.Callback):
+    """Callback that notes each completed step, and kills its process at a step in a hook."""
+
+    def __init__(self, notes: Path, killed_at: tuple[int, str] | None) -> None:
+        self.notes, self.killed_at = notes, killed_at
+
+    def _reach(self, trainer: Any, hook: str) -> None:
+        if self.killed_at == (trainer.global_step, hook):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._reach(trainer, "on_train_batch_start")
+
+    def on_before_backward(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._reach(trainer, "on_before_backward")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        with self.notes.open("a") as file:
+            file.write(f"{trainer.global_step}\n")
+        self._reach(trainer, "on_train_batch_end")
+
+    def on_save_point(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._reach(trainer, "on_save_point")
+
+
+class Tokens(Model):
+    """Module with blocks, for meshes."""
+
+    def __init__(self) -> None:
+        roomier.Module.__init__(self)
+        self.net = GPT(GPTConfig(32, context=8, num_layers=2, num_heads=2, width=16, dropout=0.0))  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
+
+
+def train_slowly_saved(
+    root: Path, every_n_steps: int, killed_at: tuple[int, int, str] | None, strategy: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Train on ranks whose snapshots take longer than a step, and return the weights.
+
+    Args:
+        killed_at: a rank, and the step and the hook in which it is killed.
+        strategy: strategy for a model with blocks; None for zero2.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank), TORCHELASTIC_RUN_ID="job")
+    place = root / f"memory-{rank}"
+    place.mkdir(exist_ok=True, parents=True)
+    write = background.write
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.05)
+        write(*args)
+
+    background.write = slowly  # type: ignore[assignment]
+    roomier.seed_everything(7)
+    ended = Ended(root / f"steps-{rank}", killed_at[1:] if killed_at is not None and killed_at[0] == rank else None)
+    trainer = roomier.Trainer(
+        strategy=strategy or "zero2",
+        accelerator="cpu",
+        max_steps=NUM_STEPS,
+        logger=False,
+        callbacks=[PeerSnapshots(every_n_steps, place), ended],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root / "runs",
+    )
+    data = Numbered() if strategy is None else [(7 * index + torch.arange(8)) % 32 for index in range(len(Numbered()))]
+    trainer.fit(Model(root, None) if strategy is None else Tokens(), DataLoader(data, 8 // size, shuffle=True))  # type: ignore[arg-type]
+    named = trainer.engine.weights()
+    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = on_ranks(2, train_slowly_saved, tmp_path_factory.mktemp("undisturbed"), 5, None)[0]
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in range(1, 6))])
+@pytest.mark.parametrize("every_n_steps", [1, 2, 3, 5])
+def test_a_killed_run_repeats_at_most_the_steps_between_two_snapshots(
+    on_ranks: RankPool, tmp_path: Path, expected: dict[str, Tensor], every_n_steps: int, seed: int
+) -> None:
+    random = Random(f"{every_n_steps} {seed}")
+    hook = random.choice(["on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_save_point"])
+    with pytest.raises(RankFailed):
+        on_ranks(2, train_slowly_saved, tmp_path, every_n_steps, (random.randrange(2), random.randint(6, 10), hook))
+
+    def steps_of(rank: int) -> list[int]:
+        return [int(line) for line in (tmp_path / f"steps-{rank}").read_text().splitlines()]
+
+    completed = [steps_of(rank) for rank in (0, 1)]
+    lost = random.choice([None, 0, 1])
+    if lost is not None:
+        shutil.rmtree(tmp_path / f"memory-{lost}")
+    weights = on_ranks(2, train_slowly_saved, tmp_path, every_n_steps, None)[0]
+    for rank, before in enumerate(completed):
+        after = steps_of(rank)[len(before) :]
+        assert after == list(range(after[0], NUM_STEPS + 1))
+        assert 0 <= max(*completed[0], *completed[1]) + 1 - after[0] <= every_n_steps
+    for name, each in expected.items():
+        assert torch.equal(weights[name], each), name
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    few(
+        [
+            {"name": "ddp", "pipeline_parallel_size": 2},
+            {"name": "hsdp", "shard_size": 2},
+            {"name": "zero2", "context_parallel_size": 2},
+        ]
+    ),
+    ids=["pipeline", "hsdp", "context"],
+)
+def test_a_lost_node_of_a_mesh_costs_no_more_steps(
+    on_ranks: RankPool, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    num_ranks = 4 if "shard_size" in strategy else 2
+    undisturbed = on_ranks(num_ranks, train_slowly_saved, tmp_path / "undisturbed", 1, None, strategy)
+    root = tmp_path / "killed"
+    with pytest.raises(RankFailed):
+        on_ranks(num_ranks, train_slowly_saved, root, 1, (1, 8, "on_before_backward"), strategy)
+    shutil.rmtree(root / "memory-1")
+    before = (root / "steps-0").read_text().splitlines()
+    resumed = on_ranks(num_ranks, train_slowly_saved, root, 1, None, strategy)
+    after = (root / "steps-0").read_text().splitlines()[len(before) :]
+    assert int(before[-1]) + 1 - int(after[0]) <= 1
+    for expected, found in zip(undisturbed, resumed, strict=True):
+        assert expected.keys() == found.keys()
+        for name, each in expected.items():
+            assert torch.equal(found[name], each), name
+
+
+def copy(root: Path, nodes: list[int], lost: int) -> bool:
+    """Copy files to the next node, and return whether all files exist on other nodes than ``lost``."""
+    ranks = all_ranks()
+    own, folder = ranks.world.rank, root / f"node-{nodes[ranks.world.rank]}"
+    folder.mkdir(exist_ok=True)
+    files = [[StoredFile(f"{rank}-{part}", 1000 + rank, 0, ()) for part in range(2)] for rank in range(len(nodes))]
+    for file in files[own]:
+        (folder / file.name).write_bytes(file.name.encode() * 333 + bytes(file.size_bytes - 999))
+    ranks.barrier()
+    copy_to_next_node(folder, files, nodes, ranks)
+    ranks.barrier()
+    rest = {path.name: path for node in {*nodes} - {lost} for path in (root / f"node-{node}").iterdir()}
+    return rest.keys() == {file.name for each in files for file in each} and all(
+        path.read_bytes()[:999] == name.encode() * 333 for name, path in rest.items()
+    )
+
+
+@pytest.mark.parametrize("nodes", few([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2], [0, 0, 1]]))
+def test_nodes_may_have_different_numbers_of_ranks(on_ranks: RankPool, tmp_path: Path, nodes: list[int]) -> None:
+    for lost in {*nodes}:
+        (tmp_path / str(lost)).mkdir()
+        assert all(on_ranks(len(nodes), copy, tmp_path / str(lost), nodes, lost))
 
 
 class Line(roomier.Module):
@@ -126,14 +284,13 @@ class Line(roomier.Module):
         return torch.optim.AdamW(self.parameters(), 0.1)
 
 
-class Looks(Waits):
+class Looks(roomier.Callback):
     """Callback that notes the snapshots at each step, and fails at step 6."""
 
     def __init__(self, place: Path, *, fails: bool) -> None:
         self.place, self.fails, self.seen = place, fails, set[str]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        super().on_train_batch_end(trainer)
         self.seen |= {path.name for path in self.place.glob("*/*/*/[!.]*")}
         assert len(list(self.place.glob("*/*/*/[!.]*"))) <= 2
         if self.fails and trainer.global_step == 6:
@@ -149,7 +306,7 @@ def test_a_second_fit_of_a_process_finds_the_snapshots_of_the_first(make_trainer
         if fails:
             with pytest.raises(KeyError):
                 trainer.fit(Line(), [torch.ones(2, 8)] * 9)
-            assert {"interrupted-step=1", "interrupted-step=3"} <= looks.seen
+            assert {f"interrupted-step={step}" for step in range(1, 5)} <= looks.seen
             left = {path.name for path in place.glob("*/*/*/[!.]*")}
         else:
             trainer.fit(Line(), [torch.ones(2, 8)] * 9, ckpt_path="last")
@@ -157,6 +314,32 @@ def test_a_second_fit_of_a_process_finds_the_snapshots_of_the_first(make_trainer
             assert trainer.run.settled.start.checkpoint is not None
             assert trainer.run.settled.start.checkpoint.name in left
     assert not list(place.glob("*/*/*"))
+
+
+def test_snapshots_of_another_root_are_deleted_only_if_they_are_replaced(make_trainer: Make, tmp_path: Path) -> None:
+    place = tmp_path / "memory"
+    place.mkdir()
+
+    def fit(root: str, *, fails: bool) -> None:
+        callbacks = [*([Looks(place, fails=True)] if fails else []), PeerSnapshots(1, place)]
+        make_trainer(max_steps=7, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path / root).fit(
+            Line(), [torch.ones(2, 8)] * 9
+        )
+
+    for is_deleted in (False, True):
+        with pytest.raises(KeyError):
+            fit("first", fails=True)
+        [left] = place.glob("*/*/*/interrupted-*")
+        fit("second", fails=False)
+        assert left.is_dir()  # the only copy
+        run = (left.parent / ".run").readlink()
+        assert run.parent == tmp_path / "first"
+        if is_deleted:
+            shutil.rmtree(run)
+        else:
+            shutil.copytree(left, run / "checkpoints" / left.name)
+        fit("second", fails=False)
+        assert not list(place.glob("*/*/*"))
 
 
 def test_too_little_memory_is_an_error_before_the_first_step(
@@ -172,9 +355,12 @@ def test_too_little_memory_is_an_error_before_the_first_step(
         with pytest.raises(RoomierError, match=problem) if problem else nullcontext():
             trainer.fit(model, [torch.ones(2, 8)])
         assert len(steps) == (0 if problem else 1)
-    for enable_checkpointing, problem in ((True, "does not exist"), (False, "requires a run folder")):
-        callback = PeerSnapshots(1, tmp_path / "none")
-        trainer = make_trainer(max_steps=1, enable_checkpointing=enable_checkpointing, callbacks=[callback])
+    for keywords, problem in (
+        ({"enable_checkpointing": True}, "does not exist"),
+        ({"enable_checkpointing": False}, "requires a run folder"),
+        ({"enable_checkpointing": True, "default_root_dir": "memory://snapshots"}, "requires a run folder on a local"),
+    ):
+        trainer = make_trainer(max_steps=1, callbacks=[PeerSnapshots(1, tmp_path / "none")], **keywords)
         with pytest.raises(RoomierError, match=problem):
             trainer.fit(model, [torch.ones(2, 8)])
     with pytest.raises(RoomierError, match=r"PeerSnapshots\(every_n_steps\)"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -262,18 +261,22 @@ class KeptWeights:
     Args:
         with_buffers: True if the copy includes the floating-point buffers that checkpoints contain.
         device: device of the copy; None for the device of the weights.
-        is_snapshot: True for snapshots of all model states in host memory instead; see :class:`KeepsSnapshots`.
     """
 
     with_buffers: bool = False
     device: torch.device | None = None
-    is_snapshot: bool = False
 
     def is_on(self, device_type: str) -> bool:
         """Return True if the copy is stored on the device of the model. ``device_type`` is the type of this device."""
-        if self.is_snapshot:
-            return False
         return self.device is None or self.device.type == device_type
+
+
+class KeptSnapshots(KeptWeights):
+    """Description of snapshots of all model states in host memory, instead of a copy of the parameters."""
+
+    def is_on(self, device_type: str) -> bool:
+        """Return False."""
+        return False
 
 
 @runtime_checkable
@@ -290,32 +293,19 @@ class KeepsWeights(Protocol):
         """Return this rank's shards of the copy; no tensors before the copy is created."""
 
 
-@runtime_checkable
-class KeepsSnapshots(Protocol):
-    """A callback that stores snapshots of the run in a memory file system during a fit.
-
-    Attributes:
-        keeps_snapshots: True.
-        place: folder on this file system.
-    """
-
-    keeps_snapshots: bool
-    place: Path
-
-
 def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeights, ...]:
     """Return descriptions of the copies that ``callbacks`` store.
 
     Args:
         now: if True, include only copies that already exist.
     """
-    found, snapshots = [], []
+    found = []
     for each in callbacks:
-        if isinstance(each, KeepsWeights) and (not now or any(True for _ in each.held_weights())):
-            found.append(each.kept_weights)
-        elif isinstance(each, KeepsSnapshots):
-            snapshots.append(KeptWeights(is_snapshot=True))
-    return *found, *snapshots
+        kept: Any = getattr(each, "kept_weights", None)
+        is_kept = isinstance(each, KeepsWeights) and (not now or any(True for _ in each.held_weights()))
+        if is_kept or isinstance(kept, KeptSnapshots):
+            found.append(kept)
+    return tuple(found)
 
 
 def held_by(callbacks: Iterable[object]) -> list[Tensor]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from roomier.api.callback import Callback
+from roomier.api.callback import Callback, KeptSnapshots
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.checkpoint.commit import absolute, remove
-from roomier.checkpoint.find import list_complete
+from roomier.checkpoint.background import BackgroundSaver
+from roomier.checkpoint.commit import absolute
 from roomier.checkpoint.saving import parts_to_write
 from roomier.checkpoint.snapshots import INTERRUPTED, folder_in_memory
 from roomier.core.disk_space import free_bytes, shortage
@@ -29,35 +29,39 @@ class PeerSnapshots(Callback):
     these steps.
 
     A snapshot is a checkpoint in a memory file system. Each rank writes its shard and, with several nodes, sends it to
-    the next node, while training continues. If at most one node was lost, the next fit with this callback and the same
-    ``default_root_dir`` writes the newest snapshot to the run folder, before it looks for a checkpoint to resume from.
-    If two neighboring nodes were lost, it prints a notice, and the run resumes from the newest checkpoint on disk. At
-    the end of the fit, the snapshots are deleted.
+    the next node, while the next step runs. This step ends only when the snapshot is complete on all ranks, so a
+    restarted run repeats at most ``every_n_steps`` completed steps. If at most one node was lost, the next fit with
+    this callback and the same ``default_root_dir`` writes the newest snapshot to the run folder, before it looks for a
+    checkpoint to resume from. If two neighboring nodes were lost, it prints a notice, and the run resumes from the
+    newest checkpoint on disk.
+
+    The snapshots are deleted at the end of the fit. If a job is not restarted, they remain in memory until a later fit
+    with this callback under the same ``default_root_dir`` writes them to disk, or until a later fit of the same user
+    finds that a checkpoint on disk has replaced them, or that the run folder was deleted.
 
     On one node, snapshots survive failed processes, but not a failure of the node. The memory must have space for two
     snapshots (four with several nodes) and for the copy from which they are written.
 
     Args:
-        every_n_steps: number of optimizer steps between snapshots. A snapshot starts later if the previous one, or an
-            asynchronous checkpoint, is not yet complete.
+        every_n_steps: number of optimizer steps between snapshots.
         place: folder on a memory file system of each node.
 
     Raises:
         RoomierError: ``every_n_steps`` is not a positive integer. When training starts, the error is also raised if
-            ``place`` is too small or does not exist, if the run has no local run folder, or if the nodes have
-            different numbers of ranks.
+            ``place`` is too small or does not exist, or if the run has no local run folder.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[PeerSnapshots(every_n_steps=10)])
     """
 
-    reads_parameters, keeps_snapshots = False, True
+    reads_parameters, kept_weights = False, KeptSnapshots()
 
     def __init__(self, every_n_steps: int, place: str | Path = "/dev/shm") -> None:
         check_integer("PeerSnapshots(every_n_steps)", every_n_steps, 1, "Use a positive integer")
         self.every_n_steps = every_n_steps
         self.place = absolute(place)
         self._memory: Path | None = None
+        self._saver: BackgroundSaver | None = None
         self._step = 0
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -69,17 +73,15 @@ class PeerSnapshots(Callback):
             action = "Set default_root_dir to such a folder, and keep enable_checkpointing=True"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
         of_ranks = run.ranks.gather((run.ranks.world.node_rank, _bytes_to_write(run)))
-        if len({*Counter(node for node, _ in of_ranks).values()}) > 1:
-            problem = "requires the same number of ranks on each node"
-            raise RoomierError(
-                "callbacks", type(self).__name__, problem, "Start the same number, or remove the callback"
-            )
         num_nodes = len({node for node, _ in of_ranks})
         received = (run.ranks.world.node_rank - 1) % num_nodes
         here = sum(each for node, each in of_ranks if node == run.ranks.world.node_rank)
         here += sum(each for node, each in of_ranks if node == received and num_nodes > 1)
         self._check_space(run, 2 * here)
-        self._memory, self._step = folder_in_memory(self.place, run.folder), trainer.global_step
+        is_leader = run.ranks.world.local_rank == 0
+        self._memory = folder_in_memory(self.place, run.folder) if is_leader else self.place
+        self._step = trainer.global_step
+        self._saver = BackgroundSaver(run.ranks)
 
     def _check_space(self, run: Run, num_bytes: int) -> None:
         place = self.place
@@ -88,31 +90,31 @@ class PeerSnapshots(Callback):
             problem = f"is too small. Space for two snapshots {shortage(place, num_bytes)}"
         for rank, each in enumerate(run.ranks.gather(problem)):
             if each:
-                action = "Enlarge it (`mount -o remount,size=...`), or remove PeerSnapshots"
+                action = "Enlarge it (`mount -o remount,size=...`), delete old snapshots in it, or remove PeerSnapshots"
                 raise RoomierError("PeerSnapshots(place)", str(place), f"{each} (rank {rank})", action)
+
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
+        if self._saver is not None and trainer.global_step != self._step:
+            self._saver.wait()
 
     def on_save_point(self, trainer: TrainerView, pl_module: Module) -> None:
         step, run = trainer.global_step, run_of(trainer, "PeerSnapshots")
-        background = run.saves.background
-        is_due = step - self._step >= self.every_n_steps and not trainer.is_last_save_point
-        if self._memory is None or not is_due or (background is not None and background.is_busy):
+        is_due = not 0 <= step - self._step < self.every_n_steps  # negative if the run returned to an earlier step
+        if self._saver is None or not is_due or trainer.is_last_save_point:
             return
         self._step = step
         assert run.folder is not None
         path = run.folder / "checkpoints" / f"{INTERRUPTED}{step}"
-        then = partial(self._remove_older, trainer)
-        run.saves.deferred.append(WantedSave(path, asynchronous=True, when_committed=then, memory=self._memory))
-
-    def _remove_older(self, trainer: TrainerView) -> None:
-        if self._memory is not None and trainer.world.local_rank == 0:
-            for path in list_complete(self._memory)[:-1]:
-                remove(path)
+        run.saves.deferred.append(WantedSave(path, start=partial(self._saver.start, memory=self._memory)))
 
     def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        memory, self._memory = self._memory, None
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        saver.end()
         is_needed = trainer.interrupted and trainer.run.saves.step != trainer.global_step
-        if memory is not None and not is_needed and trainer.world.local_rank == 0:
-            shutil.rmtree(memory, ignore_errors=True)
+        if self._memory is not None and not is_needed and trainer.world.local_rank == 0:
+            shutil.rmtree(self._memory, ignore_errors=True)
 
 
 def _bytes_to_write(run: Run) -> int:

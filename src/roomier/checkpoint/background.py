@@ -18,7 +18,10 @@ from roomier.checkpoint.saving import Prepared, TensorBox, prepare, write
 from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.streams import synchronize
+from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+
+_GRACE_S = 30.0
 
 
 class BackgroundSaver:
@@ -111,6 +114,17 @@ class BackgroundSaver:
         if error is not None:
             raise error
         return True
+
+    def end(self) -> None:
+        """Wait for up to 30 s, so that an almost complete checkpoint is not lost, and call :meth:`close`. An error of
+        the save is printed, because it must not replace the error that ended the run."""
+        try:
+            is_over = self.wait(_GRACE_S)
+        except Exception as error:
+            notice(f"writing a checkpoint in the background also failed: {error}")
+            is_over = True
+        if is_over:
+            self.close()
 
     def close(self) -> None:
         """Release the host copies and the process group. This method must not be called during a save."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import shutil
 import time
 import zlib
 from collections import Counter
@@ -172,6 +173,10 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             until_committed.close()
 
         together(ranks, commit)
+    if memory is not None and is_leader:
+        for path in memory.glob("[!.]*"):  # all nodes have the new snapshot
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _sections(json_tree: tree.Json) -> dict[str, Any]:

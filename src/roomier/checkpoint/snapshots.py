@@ -7,7 +7,8 @@ processes have ended to the run's folder for checkpoints. All other code then fi
 the number of ranks nor their nodes have to stay the same. Snapshots that are no longer needed are deleted there, too.
 
 The folder of a run in memory, ``<place>/roomier-<user>/<root>/<run folder>@<owner>``, names a process that writes the
-snapshots, because the snapshots of other running processes must not be touched.
+snapshots, because the snapshots of other running processes must not be touched. It contains a link to the run folder,
+so that fits under other roots can delete snapshots that a checkpoint has replaced.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ INTERRUPTED = "interrupted-step="
 Files: TypeAlias = Mapping[int, tuple[Path, Sequence[str]]]
 """For each rank that writes files of a snapshot, the folder of the snapshot on its node, and the names of the files."""
 
+_LINK = ".run"
 _RUN = re.compile(rf"(?P<run>.+)@{OWNER}")
 
 
@@ -68,15 +70,17 @@ class _Held:
 
 
 def folder_in_memory(place: Path, run_folder: Path) -> Path:
-    """Return a new folder of this process in ``place``, a memory file system, for snapshots of the run in
-    ``run_folder``.
+    """Create a folder of this process in ``place``, a memory file system, for snapshots of the run in ``run_folder``.
 
     Raises:
         CheckpointError: another user owns the folder of this user's snapshots.
     """
-    folder = _folder_of_root(place, run_folder.parent)
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"{run_folder.name}@{new_owner()}"
+    of_root = _folder_of_root(place, run_folder.parent)
+    of_root.parent.mkdir(mode=0o700, exist_ok=True)
+    folder = of_root / f"{run_folder.name}@{new_owner()}"
+    folder.mkdir(parents=True)
+    (folder / _LINK).symlink_to(os.path.realpath(run_folder))
+    return folder
 
 
 def _folder_of_root(place: Path, root: Path) -> Path:
@@ -89,7 +93,8 @@ def _folder_of_root(place: Path, root: Path) -> Path:
 def copy_to_next_node(folder: Path, files: Sequence[Sequence[StoredFile]], nodes: Sequence[int], ranks: Ranks) -> None:
     """Copy the files in ``folder`` to the next node. Every rank of ``ranks`` must call this function.
 
-    Each rank sends its files to the rank with the same place on the next node. With one node, no files are copied.
+    Each rank sends its files to the rank with the same place on the next node, or to an earlier rank if this node has
+    fewer ranks. With one node, no files are copied.
 
     Args:
         folder: folder of the snapshot on this node.
@@ -97,30 +102,30 @@ def copy_to_next_node(folder: Path, files: Sequence[Sequence[StoredFile]], nodes
         nodes: index of the node of each rank.
 
     Raises:
-        CheckpointError: the files of the other rank do not fit in memory.
+        CheckpointError: the files of the previous node do not fit in memory.
     """
     num_nodes = max(nodes) + 1
     if num_nodes == 1:
         return
     own, group = ranks.world.rank, ranks.process_group
-    place = nodes[:own].count(nodes[own])
-
-    def peer(distance: int) -> int:
-        of_node = [rank for rank, node in enumerate(nodes) if node == (nodes[own] + distance) % num_nodes]
-        return of_node[place]
-
-    received = files[peer(-1)]
+    previous, same, following = (
+        [rank for rank, node in enumerate(nodes) if node == (nodes[own] + distance) % num_nodes]
+        for distance in (-1, 0, 1)
+    )
+    place = same.index(own)
+    receiver = following[place % len(following)]
+    received = [(file, sender) for sender in previous[place :: len(same)] for file in files[sender]]
 
     def allocate() -> None:
-        with disk_errors(folder, sum(file.size_bytes for file in received), folder):
-            for file in received:
+        with disk_errors(folder, sum(file.size_bytes for file, _ in received), folder):
+            for file, _ in received:
                 with (folder / file.name).open("xb") as opened:  # a mapped file without space would end the process
                     os.posix_fallocate(opened.fileno(), 0, file.size_bytes)
 
     together(ranks, allocate)
-    sent = [dist.isend(_mapped(folder, file), group=group, group_dst=peer(1)) for file in files[own]]
-    for file in received:
-        dist.recv(_mapped(folder, file), group=group, group_src=peer(-1))
+    sent = [dist.isend(_mapped(folder, file), group=group, group_dst=receiver) for file in files[own]]
+    for file, sender in received:
+        dist.recv(_mapped(folder, file), group=group, group_src=sender)
     for work in sent:
         assert work is not None
         work.wait()
@@ -132,7 +137,8 @@ def _mapped(folder: Path, file: StoredFile) -> Tensor:
 
 def rescue(place: Path, root: Path, ranks: Ranks) -> None:
     """Write the newest complete snapshot of each run under ``root`` whose processes have ended to the checkpoints of
-    the run, unless a newer checkpoint exists there, and delete the snapshots of these runs.
+    the run, unless a newer checkpoint exists there, and delete the snapshots of these runs. Under other roots, delete
+    the snapshots that are not newer than a checkpoint, or whose run folder was deleted.
 
     Every rank must call this function.
 
@@ -144,14 +150,16 @@ def rescue(place: Path, root: Path, ranks: Ranks) -> None:
         CheckpointError: a snapshot cannot be written.
     """
     is_leader = ranks.world.local_rank == 0
-    folders = [*_abandoned(_folder_of_root(place, root))] if is_leader else []
+    of_root = _folder_of_root(place, root)
+    folders = _abandoned(of_root) if is_leader else []
     of_ranks = ranks.gather([held for folder in folders for held in _held(folder)])
     for run in sorted({held.run for of_rank in of_ranks for held in of_rank}):
         checkpoints = root / run / "checkpoints"
         chosen = ranks.on_zero(lambda checkpoints=checkpoints, run=run: _choose(checkpoints, run, of_ranks))  # type: ignore[misc]
         if chosen is not None:
             _write(checkpoints, chosen, ranks)
-    for folder in folders:
+    others = [each for path in of_root.parent.glob("*") if path != of_root for each in _abandoned(path)]
+    for folder in (*folders, *filter(_is_replaced, others if is_leader else ())):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -165,6 +173,20 @@ def _abandoned(folder: Path) -> list[Path]:
             if (host, pid) == (this_host(), os.getpid()) or is_abandoned(path, host, pid):
                 found.append(path)
     return found
+
+
+def _is_replaced(folder: Path) -> bool:
+    try:
+        run = folder.joinpath(_LINK).readlink()
+        is_mounted, newest = any(run.parent.iterdir()), _newest_on_disk(run / "checkpoints")
+    except (CheckpointError, OSError):  # an unreadable root, or another job that removes a checkpoint
+        return False
+    return is_mounted and (not run.is_dir() or all(held.age[:2] <= newest for held in _held(folder)))
+
+
+def _newest_on_disk(checkpoints: Path) -> tuple[int, int]:
+    ages = [(read_commit_number(path), read_record(path).global_step) for path in list_complete(checkpoints)]
+    return max(ages, default=(0, -1))
 
 
 def _held(folder: Path) -> list[_Held]:
@@ -192,9 +214,9 @@ def _choose(
         for held in of_rank:
             if held.run == run:
                 by_age[held.age][rank] = held
-    newest = [(read_commit_number(path), read_record(path).global_step) for path in list_complete(checkpoints)]
+    newest = _newest_on_disk(checkpoints)
     for age, holders in sorted(by_age.items(), reverse=True):
-        if age[:2] <= max(newest, default=(0, -1)) or not checkpoints.parent.is_dir():
+        if age[:2] <= newest or not checkpoints.parent.is_dir():
             return None
         rank_of = {name: rank for rank, held in reversed(holders.items()) for name in held.files}
         held = next(iter(holders.values()))

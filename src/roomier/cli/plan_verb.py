@@ -426,7 +426,7 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
     for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):
         found = resolve_name(each.class_path)
         is_average = found.__name__ in ("WeightAveraging", "EMAWeightAveraging")  # also Lightning's
-        if hasattr(found, "held_weights") or hasattr(found, "keeps_snapshots") or is_average:
+        if hasattr(found, "held_weights") or hasattr(found, "kept_weights") or is_average:
             arguments = each.get("init_args")
             made.append(found(**({} if arguments is None else arguments.as_dict())))
     return kept_by(adopted(made))

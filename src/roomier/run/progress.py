@@ -106,14 +106,15 @@ class WantedSave:
     """A requested checkpoint.
 
     Attributes:
-        path, weights_only, asynchronous, when_committed, memory: see ``save_checkpoint`` and ``BackgroundSaver.start``.
+        path, weights_only, asynchronous, when_committed: see ``save_checkpoint``.
+        start: function that starts writing a state to ``path`` in another way; None for a checkpoint of the run.
     """
 
     path: Path
     weights_only: bool = False
     asynchronous: bool = False
     when_committed: Callable[[], None] | None = None
-    memory: Path | None = None
+    start: Callable[[Path, dict[str, Any]], None] | None = None
 
 
 @dataclass

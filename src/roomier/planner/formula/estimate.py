@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.api.callback import KeptSnapshots
 from roomier.api.module import network_of
 from roomier.core import torch_fake
 from roomier.core.mesh import Mesh
@@ -183,7 +184,7 @@ class Estimator:
         is_on_disk = plan.offload.activations == "disk"
         host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
         snapshot_bytes = 0
-        if any(each.is_snapshot for each in self._workload.copies):
+        if any(isinstance(each, KeptSnapshots) for each in self._workload.copies):
             # Two snapshots, each also on another node, and the copy from which a snapshot is written.
             num_copies = 1 + 2 * min(plan.parallel.num_nodes, 2)
             stored = added(intervals[-1].end, away.kept_less)

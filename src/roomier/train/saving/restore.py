@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.callback import ChecksState, GoBackError, KeepsSnapshots, PlacesTensors
+from roomier.api.callback import ChecksState, GoBackError, PlacesTensors
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.callbacks.peer_snapshots import PeerSnapshots
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.find import NoUsableCheckpointError, set_aside_incomplete
 from roomier.checkpoint.lightning import is_lightning_file
@@ -422,7 +423,7 @@ def find_start(
     """
     root, asked = request.root, request.ckpt_path
     for each in request.trainer.callbacks if request.is_fit and request.keeps_files else ():
-        if isinstance(each, KeepsSnapshots) and not isinstance(root, RemotePath):
+        if isinstance(each, PeerSnapshots) and not isinstance(root, RemotePath):
             rescue(each.place, root, ranks)
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if asked == "last" and path is None and not request.is_fit:

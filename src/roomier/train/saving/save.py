@@ -33,8 +33,6 @@ from roomier.run.states import RunningStage
 from roomier.storage.mirror import local_of, shown
 from roomier.train.saving.remote import upload
 
-_GRACE_S = 30.0
-
 
 def save_point(run: Run) -> bool:
     """Save the checkpoints that are due, and determine whether training ends. Call this function at the end of a
@@ -104,7 +102,9 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
         TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid checkpoint.
         CheckpointError: this checkpoint, or the previous background checkpoint, cannot be written.
     """
-    settle_background_save(run)
+    saves = run.saves
+    if wanted.start is None:
+        settle_background_save(run)
     run.engine.settle()  # each rank saves its shard, even if a hook has unsharded the parameters
     check_finite(run, "before a checkpoint")
     check_finite_weights(run)
@@ -113,18 +113,20 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
         callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
     run.module.on_save_checkpoint(shown)
     state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
+    if wanted.start is not None:
+        wanted.start(wanted.path, state)
+        return
     then = partial(_committed, run, wanted, run.progress.global_step)
     is_training = run.settled.request.state.stage is RunningStage.TRAINING
     if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
         started_s = time.monotonic()
         checkpoint.save(wanted.path, state, run.ranks)
-        run.saves.duration_s = time.monotonic() - started_s
+        saves.duration_s = time.monotonic() - started_s
         then()
         return
-    if run.saves.background is None:
-        run.saves.background = checkpoint.BackgroundSaver(run.ranks)
-    run.saves.background.start(wanted.path, state, wanted.memory)
-    run.saves.when_settled = then
+    saves.background = saves.background or checkpoint.BackgroundSaver(run.ranks)
+    saves.background.start(wanted.path, state)
+    saves.when_settled = then
 
 
 def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
@@ -151,27 +153,17 @@ def settle_background_save(run: Run) -> None:
 
 
 def end_background_save(run: Run) -> None:
-    """When a run ends, wait for up to 30 s for a background save, so that an almost complete checkpoint is not lost."""
-    if run.saves.background is None:
-        return
-    try:
-        is_over = run.saves.background.wait(_GRACE_S)
-    except Exception as error:
-        notice(f"writing a checkpoint in the background also failed: {error}")
-        is_over = True
-    if is_over:
-        run.saves.background.close()
+    """End the background save when a run ends; see :meth:`BackgroundSaver.end`."""
+    if run.saves.background is not None:
+        run.saves.background.end()
     run.saves.background = run.saves.when_settled = None
 
 
 def _committed(run: Run, wanted: WantedSave, step: int) -> None:
-    is_on_disk = wanted.memory is None
-    if is_on_disk and not wanted.weights_only:
+    if not wanted.weights_only:
         run.saves.step, run.saves.path = step, wanted.path
         run.ranks.on_zero(partial(_remove_interrupted, run))
-    if wanted.memory is None and not wanted.path.name.startswith(
-        "."
-    ):  # otherwise, a file for Lightning replaces this folder
+    if not wanted.path.name.startswith("."):  # otherwise, a file for Lightning replaces this folder
         upload(run, wanted.path)
     if wanted.when_committed is not None:
         wanted.when_committed()
