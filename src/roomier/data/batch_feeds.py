@@ -378,11 +378,14 @@ class StatefulFeed(BatchFeed):
         with self._alike():
             if position.get("draws") is not None:
                 set_rng_state(position["draws"])
-            self._keeper.load_state_dict(position["loader"])
+            self._load(position["loader"])
             self._unread = iterator = iter(self._loader)
         batches = self._own_part(self._read(iterator))
         self.reading = iterator
         return batches, self._first
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._keeper.load_state_dict(state)
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self._unread = None
@@ -391,8 +394,9 @@ class StatefulFeed(BatchFeed):
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         state = self._of_this_rank(position)["loader"]
         if is_complete:
-            self._keeper.load_state_dict(state)
-            self._begins_at_an_end = True
+            if len(position.get("by_rank", ())) in (0, self._share.world.size):  # otherwise, no state is of this shard
+                self._load(state)
+                self._begins_at_an_end = True
         elif not isinstance(self._keeper, DataLoader) and not self._restarts():
             with preserved_rng():
                 continues = self._goes_on()
@@ -428,6 +432,23 @@ class StatefulFeed(BatchFeed):
             with self._alike():
                 draws = rng_state()
         return {"loader": self._keeper.state_dict(), "draws": draws}
+
+
+class WholeStreamFeed(StatefulFeed):
+    """Feed for a loader of litdata whose stream reads the shards of all ranks, so its state is valid for any number of
+    ranks.
+
+    When the loader loads a state, it compares the number of ranks in the state with the number of ranks that it
+    detects, instead of the number of the stream. If they differ, it resets its count of samples.
+    """
+
+    def _load(self, state: dict[str, Any]) -> None:
+        loader: Any = self._keeper
+        of_stream = state["dataset"]
+        loader.dataset.set_drop_last(of_stream["drop_last"])  # the default depends on the number of ranks
+        num_detected = loader.dataset.distributed_env.detect().world_size
+        loader.load_state_dict({**state, "dataset": {**of_stream, "world_size": num_detected}})
+        loader.dataset.load_state_dict(dict(of_stream))
 
 
 def length_of(loader: object) -> int | float:

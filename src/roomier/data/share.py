@@ -103,7 +103,8 @@ class Share:
                 loader,
                 f"is sharded across ranks by {divided_by}, so a position within an epoch that was saved with {before} "
                 f"ranks cannot be used with {size} ranks",
-                f"Resume with {before} ranks, or start a new run from the weights of the checkpoint",
+                f"Resume with {before} ranks or from a checkpoint at the end of an epoch, or start a new run from the "
+                "weights of the checkpoint",
             )
         return own
 
@@ -232,8 +233,8 @@ def share_of(loader: object, world: World) -> Share:
     """Determine whether ``loader`` shards its samples across ranks, or roomier must assign its batches to ranks.
 
     A loader with a ``DistributedSampler`` shards its own data. For any other loader, the ``shards_by_rank`` attribute
-    of the loader, its dataset or its samplers determines the result. If this attribute is not set, the loader shards
-    its own data in these cases:
+    of the loader, its dataset or its samplers determines the result; if it is False, streams of litdata read the shards
+    of all ranks. If this attribute is not set, the loader shards its own data in these cases:
 
     - A sampler or a stream was created for this rank, as the streams of litdata and mosaicml-streaming are.
     - Hugging Face's ``split_dataset_by_node`` was applied to the loader or its dataset.
@@ -254,7 +255,7 @@ def share_of(loader: object, world: World) -> Share:
         says = getattr(part, SHARD_MARK, None)
         if says is not None:
             divided_by = f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None
-            return Share(world, divided_by, is_declared=True)
+            return Share(world, divided_by, is_declared=bool(says) or _reads_all(part))
     for part in parts:
         # split_dataset_by_node sets this attribute of Hugging Face's IterableDataset.
         if getattr(part, "_distributed", None) is not None:
@@ -273,6 +274,16 @@ def share_of(loader: object, world: World) -> Share:
         if _reads_rank(part):
             return Share(world, f"{getattr(part, '__name__', type(part).__name__)} (reads its rank)")
     return Share(world)
+
+
+def _reads_all(stream: object) -> bool:
+    """Make the litdata streams in ``stream`` read the shards of all ranks. Return False if ``stream`` still stores a
+    rank, as a stream of mosaicml-streaming does."""
+    streams = list(_with_inner(stream))
+    for place in (getattr(each, "distributed_env", None) for each in streams):
+        if place is not None:
+            vars(place).update(global_rank=0, world_size=1, num_nodes=1)
+    return all(size == 1 for each in streams for _, size in _stored_places(each))
 
 
 def _check_made_for(part: object, made_for: tuple[int, int], world: World) -> None:
