@@ -27,7 +27,7 @@ help:
 	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
 	@echo 'make test          lint, types, layers and the main tests of each feature'
 	@echo 'make test-more     the tests marked more; CI runs both commands'
-	@echo 'make test-storage  the tests with storage servers, notebooks, sweeps and a browser'
+	@echo 'make test-storage  the tests with storage servers, streams, notebooks, sweeps and a browser'
 	@echo 'make test-engines  the tests of runs that Ray Train, torchrun and SLURM restart'
 	@echo 'make test-full     lint and all tests, with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
@@ -90,7 +90,8 @@ test-main: install
 test-more: install
 	$(BIN)/python -m pytest $(PARALLEL) -m 'more and not slow and not services'
 
-# A storage server, Jupyter, Optuna and Ray bring 70 packages along, so only these tests install them.
+# A storage server, Jupyter, Optuna and Ray bring 70 packages along, so only these tests install them. litdata requires
+# torchvision, whose import fails with a CPU build of torch, but uses it only for images.
 test-storage: $(SERVICES)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'services and not slow' --ignore=tests/engines
 
@@ -100,6 +101,7 @@ test-engines: $(SERVICES) $(SCHEMAS)/.installed
 
 $(SERVICES): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,services]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps litdata obstore
 	@touch $@
 
 test-full: lint $(SERVICES)

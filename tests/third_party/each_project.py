@@ -24,7 +24,6 @@ PROJECTS = {
     "neuralforecast": "test_neuralforecast.py",
     "lightly": "test_lightly.py",
     "asteroid": "test_asteroid.py",
-    "litdata": "test_litdata.py",
 }
 # Asteroid's version for Lightning 2 excludes recent versions of torchmetrics, and requires torchaudio for one loss.
 WITHOUT_DEPENDENCIES = {

@@ -434,12 +434,12 @@ class StatefulFeed(BatchFeed):
         return {"loader": self._keeper.state_dict(), "draws": draws}
 
 
-class WholeStreamFeed(StatefulFeed):
-    """Feed for a loader of litdata whose stream reads the shards of all ranks, so its state is valid for any number of
-    ranks.
+class LitdataFeed(StatefulFeed):
+    """Feed for a loader of litdata with a ``StreamingDataset``.
 
-    When the loader loads a state, it compares the number of ranks in the state with the number of ranks that it
-    detects, instead of the number of the stream. If they differ, it resets its count of samples.
+    Two numbers in a state of litdata 0.2.76 are corrected when it is loaded, because the next state would otherwise
+    contain wrong values: the loader compares the number of ranks with the process group, although the stream may read
+    the shards of all ranks, and if worker processes read the stream, the stream in this process keeps its own epoch.
     """
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -449,6 +449,7 @@ class WholeStreamFeed(StatefulFeed):
         num_detected = loader.dataset.distributed_env.detect().world_size
         loader.load_state_dict({**state, "dataset": {**of_stream, "world_size": num_detected}})
         loader.dataset.load_state_dict(dict(of_stream))
+        loader.dataset.current_epoch = of_stream["current_epoch"]
 
 
 def length_of(loader: object) -> int | float:

@@ -12,7 +12,7 @@ from roomier.core.device.rng import mix_seed
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.data.batch_feeds import BatchFeed, ListFeed, ReplayedFeed, StatefulFeed, WalkedFeed, WholeStreamFeed
+from roomier.data.batch_feeds import BatchFeed, ListFeed, LitdataFeed, ReplayedFeed, StatefulFeed, WalkedFeed
 from roomier.data.combined import CombinedLoader
 from roomier.data.combined_feed import CombinedFeed
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
@@ -91,8 +91,7 @@ def _unordered(loader: Any, how: Reading, pin_memory: bool) -> BatchFeed:
     dataset = getattr(loader, "dataset", None)
     if not has_shuffle_buffer(dataset):
         if speaks_state(loader):
-            is_whole = getattr(getattr(dataset, "distributed_env", None), "world_size", 0) == 1
-            return (WholeStreamFeed if is_whole else StatefulFeed)(loader, how, loader)
+            return (LitdataFeed if hasattr(dataset, "distributed_env") else StatefulFeed)(loader, how, loader)
         # Workers read ahead in copies of the dataset, so the dataset in this process does not have their state.
         is_stream = isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset) and not loader.num_workers
         if is_stream and speaks_state(dataset):
