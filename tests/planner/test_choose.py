@@ -324,10 +324,13 @@ def test_if_no_plan_fits_only_verified_alternatives_are_suggested(monkeypatch: p
     assert dry_runs[0].optimizer.name == "adamw4bit"
 
 
-def test_if_no_plan_fits_the_error_names_the_required_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "devices"), [(9, 8), (10, 7), (22, 3)])
+def test_if_no_plan_fits_the_error_names_the_smallest_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, budget: int, devices: int
+) -> None:
     prices = made_up(monkeypatch, lambda plan, micro_batch: (64 * KIB // plan.parallel.num_shards, 1.0))
-    error = error_for(regression(1), auto(devices=2), 9 * KIB, this_machine(2), prices=prices)
-    assert "Use devices=8: with 8 ranks, zero" in str(error)
+    error = error_for(regression(1), auto(devices=2), budget * KIB, this_machine(2), prices=prices)
+    assert f"Use devices={devices}: with {devices} ranks, zero" in str(error)
 
 
 def test_if_no_plan_fits_the_error_names_the_smallest_sufficient_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

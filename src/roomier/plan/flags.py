@@ -8,7 +8,7 @@ from os import PathLike, fspath
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
 from roomier.core.units import format_bytes, parse_bytes
-from roomier.plan.choices import OFFLOADING_STRATEGIES, STRATEGY_SUFFIXES
+from roomier.plan.choices import OFFLOADING_STRATEGIES, STRATEGY_SUFFIXES, canonical
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
@@ -96,6 +96,39 @@ def default_strategy(devices: object, num_nodes: object) -> str:
     devices = _num_devices(devices)
     is_single = devices == 1 or not isinstance(devices, int)
     return "single" if is_single and num_nodes in (1, "auto") else "ddp"
+
+
+def with_fitting_sizes(flags: Mapping[str, object], devices: int, num_nodes: int) -> dict[str, object]:
+    """Return ``flags`` with sizes of groups of ranks that suit ``devices`` ranks on each of ``num_nodes`` nodes.
+
+    A replica of hsdp is sharded across at least as many ranks as before, if the job has as many, so that it still fits
+    in memory. A context size becomes its largest divisor, which also divides the number of heads, and the number of
+    stages does not increase, because the model might not have enough layers.
+
+    Args:
+        flags: arguments of :func:`plan_from_flags`.
+    """
+    strategy = flags["strategy"]
+    if not isinstance(strategy, Mapping):
+        return dict(flags)
+    num_ranks, found = devices * num_nodes, dict(strategy)
+    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    shards, context, stages = (
+        size if isinstance(size := strategy.get(name), int) and size > 0 else None
+        for name in ("shard_size", "context_parallel_size", "pipeline_parallel_size")
+    )
+    if shards is not None:
+        found["shard_size"] = next(number for number in divisors if number >= min(shards, num_ranks))
+    if context is not None:
+        is_hsdp = canonical("parallel.strategy", strategy.get("name")) == "hsdp"
+        own = devices if is_hsdp else num_ranks
+        found["context_parallel_size"] = math.gcd(context, found.get("shard_size", own))
+    if stages is not None and stages not in divisors:
+        found["pipeline_parallel_size"] = max(number for number in divisors if number < stages)
+        dropped = ["split"] if found["pipeline_parallel_size"] > 1 else ["split", "schedule", "stages_per_rank"]
+        found = {name: value for name, value in found.items() if name not in dropped}
+    seeding = flags["seeding"] or ("events" if max(context or 1, stages or 1) > 1 else None)
+    return {**flags, "strategy": found, "seeding": seeding}
 
 
 _AS_GIVEN = object()

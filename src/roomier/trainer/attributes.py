@@ -47,6 +47,7 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import check_callbacks
 from roomier.trainer.keywords.arguments import (
     OwnOptimizer,
+    Resized,
     callbacks_of,
     kind_of,
     ordered,
@@ -108,6 +109,8 @@ class TrainerAttributes(TrainerView):
         own_optimizer: the ``optimizer`` argument if it is an optimizer or a function that creates an optimizer.
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
+        resized: sizes that replace the requested ones in ``requested_plan`` if the job was restarted. None if the
+            requested sizes suit the ranks, or after the check.
         ranks: the ranks of the last call. Until a call joins the other ranks, the value represents one rank.
         micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None leaves the batches
             of the loader unchanged.
@@ -171,6 +174,7 @@ class TrainerAttributes(TrainerView):
         self.own_optimizer = None if given["optimizer"] is None else own_optimizer_of(given["optimizer"])
         self.log_dir = str(local_of(at_home(self.default_root_dir)))
         self.is_in_notebook = False
+        self.resized: Resized | None = None
         self.set_path: Path | str | None = None
         self.read_path: str | None = None
         self.was_interrupted = False

@@ -48,9 +48,10 @@ from roomier.train.saving.remote import open_uploads
 from roomier.train.saving.restore import find_start
 from roomier.train.saving.save import is_found_as_last
 from roomier.train.settling.checks import check_call
-from roomier.train.settling.job import CutTo, global_batch_of, remove_empty
+from roomier.train.settling.job import CutTo, checkpoint_after_restart, global_batch_of, remove_empty
 from roomier.train.settling.settle import settle
 from roomier.trainer.attributes import TrainerAttributes
+from roomier.trainer.keywords.arguments import Resized
 from roomier.trainer.report import prepare_forecast
 
 
@@ -202,6 +203,8 @@ def _open(
         check_storage({"default_root_dir": local_of(request.root)}, ranks)
     start, job = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
     trainer.log_dir = str(start.folder or local_of(request.root))
+    if trainer.resized is not None:
+        _check_resized(trainer, request, trainer.resized, is_restarted=start.batch is not None)
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
     trainer.show_loaders(data)
     if request.is_fit and not request.is_planned:  # otherwise, the planner may still change the loaders
@@ -227,6 +230,20 @@ def _open(
     run = open_run(settled, module, stop=stop, loggers=loggers, hooked=trainer.hooked_callbacks(request.stage))
     run.uploads = uploads
     return run
+
+
+def _check_resized(trainer: TrainerAttributes, request: Request, resized: Resized, *, is_restarted: bool) -> None:
+    """Report the sizes that replace the requested ones.
+
+    Raises:
+        PlanError: the job was not restarted, so the requested sizes are invalid.
+    """
+    if not (is_restarted or (not request.is_fit and checkpoint_after_restart(request.root, trainer.ranks))):
+        raise resized.error
+    if trainer.ranks.is_zero:
+        reason = f"{resized.error.field}={resized.error.received} {resized.error.problem}"
+        notice(f"this job was restarted on {trainer.ranks.world.size} ranks: {resized.change}, because {reason}")
+    trainer.resized = None
 
 
 def _show(trainer: TrainerAttributes, run: Run) -> None:

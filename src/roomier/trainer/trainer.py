@@ -17,7 +17,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.logger import Logger
 from roomier.api.overrides import LightningCallback, LightningLogger, is_one
-from roomier.core.errors import RoomierError
+from roomier.core.errors import PlanError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
 from roomier.launch import place, present_launch
@@ -37,8 +37,10 @@ from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
     HARMLESS_KEYWORDS,
+    Resized,
     check_weights_only,
     plan_of,
+    resized_plan,
     with_defaults,
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
@@ -214,8 +216,13 @@ class Trainer(TrainerAttributes):
             check_flag(name, given[name])
         check_flags(given["auto_lr_find"], given["auto_scale_batch_size"])
         launch = present_launch()
-        plan = plan_of(given, Trainer.__init__, launch)
+        resized: Resized | None = None
+        try:
+            plan = plan_of(given, Trainer.__init__, launch)
+        except PlanError as error:
+            plan, resized = resized_plan(error, given, Trainer.__init__, launch)
         super().__init__(given, plan, place(plan.parallel.devices, plan.parallel.num_nodes, launch))
+        self.resized = resized
         self.is_in_notebook = launch is None and self.world.size > 1 and is_interactive()
 
     # Methods for users ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from roomier.planner.workload import Workload
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 SMALL_STATES = ("adamw8bit", "adamw4bit")
-_TIMES = (2, 4, 8, 16, 32, 64, 128, 256)  # multiples of the number of devices
+_TIMES = (16, 32, 64, 128, 256)  # multiples of the number of devices
 
 
 def no_plan_fits(
@@ -71,6 +71,11 @@ def no_plan_fits(
     for failure in dict.fromkeys(search.failures):
         error.add_note(f"roomier could not evaluate all alternatives: {failure}")
     return error
+
+
+def as_auto(plan: Plan) -> Plan:
+    """Return ``plan`` with the strategy ``"auto"``."""
+    return replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None))
 
 
 def _smallest(choice: Choice) -> Forecast:
@@ -122,7 +127,7 @@ class _Search:
         if self._plan.parallel.strategy != "auto":
             found = choose(
                 self._workload,
-                self._auto(self._plan.choice),
+                as_auto(self._plan),
                 machine,
                 budget_bytes=budget_bytes,
                 keeps_micro_batch=keeps_micro_batch,
@@ -167,10 +172,6 @@ class _Search:
                 self.failures.append(reason_of(error))
             return None  # a rejected plan is not an alternative
 
-    def _auto(self, choice: ChoicePlan) -> Plan:
-        parallel = replace(self._plan.parallel, strategy="auto", shard_size=None)
-        return replace(self._plan, parallel=parallel, choice=choice)
-
     def _alternative(self, advice: str, changes: Changes, machine: Machine | None = None) -> Iterator[_Alternative]:
         """Yield the smallest plan with ``changes``, unless a rule rejects it."""
         try:
@@ -193,7 +194,9 @@ class _Search:
         chosen = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
         for combination in itertools.chain.from_iterable(itertools.product(*some) for some in chosen):
             words = [*allowed, *(word for word, _ in combination)]
-            strategy = trainer_keywords(self._auto(ChoicePlan(allowed=",".join(words))))["strategy"]
+            strategy = trainer_keywords(replace(as_auto(self._plan), choice=ChoicePlan(allowed=",".join(words))))[
+                "strategy"
+            ]
             advice = f"Allow more options with strategy={strategy!r}, which needs {{needs}}"
             changes = {field: value for _, each in combination for field, value in each.items()}
             yield from self._alternative(advice, changes)
@@ -205,12 +208,12 @@ class _Search:
             yield _Alternative(advice, self._smallest.plan, size, self._budget_bytes, self._machine)
 
     def _more_ranks(self) -> Iterator[_Alternative]:
-        """Yield plans with a multiple of the devices, such as 2, 4 or 8 times as many, so that each stores smaller
-        shards."""
+        """Yield plans with more devices, so that each stores smaller shards: each number up to 8 times as many, and
+        larger multiples."""
         parallel = self._smallest.plan.parallel
-        is_sharded = parallel.strategy in ("zero1", "zero2", "zero3")
+        own, is_sharded = parallel.devices, parallel.strategy in ("zero1", "zero2", "zero3")
         changes: Changes = {} if is_sharded else {"parallel.strategy": "zero3", "parallel.shard_size": None}
-        for devices in (parallel.devices * times for times in _TIMES):
+        for devices in (*range(own + 1, 8 * own + 1), *(own * times for times in _TIMES)):
             strategy = parallel.strategy if is_sharded else "zero3"
             num_ranks = devices * parallel.num_nodes
             advice = f"Use devices={devices}: with {num_ranks} ranks, {strategy} needs {{needs}}"

@@ -18,7 +18,7 @@ from roomier.run.settled import Settled
 from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.pipeline.trace import Trace
 from roomier.train.settling.checks import check_supports_stages
-from roomier.train.settling.settle import alone
+from roomier.train.settling.planned import alone
 from roomier.train.step import transfer_to
 
 _PIPELINE = "_roomier_pipeline"

@@ -14,7 +14,7 @@ from roomier.engine.facts import Facts, check_module
 from roomier.run.settled import Settled
 from roomier.techniques.context.region import FIELD, SequenceRegion
 from roomier.train.settling.context import checked_region
-from roomier.train.settling.settle import alone, on_host
+from roomier.train.settling.planned import alone, on_host
 
 _REGION = "_roomier_region"
 

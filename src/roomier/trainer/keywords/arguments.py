@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.launch import Launch, present_launch
 from roomier.launch.environment import NODE_RANKS, node_of
+from roomier.launch.job import job_names
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import canonical
+from roomier.plan.flags import with_fitting_sizes
 from roomier.plan.migrate.training_arguments import advice
 from roomier.trainer.lightning.callbacks import adopted
 
@@ -163,6 +165,42 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
         if value != defaults[name].default:
             raise RoomierError(name, value, "cannot be combined with plan", "Set the value in the plan, or remove plan")
     return Plan.of(given["plan"])
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Sizes of groups of ranks that replace the requested sizes if a job was restarted on other ranks.
+
+    Attributes:
+        error: error for the requested sizes, which a job that was not restarted raises.
+        change: text of the requested and of the new strategy.
+    """
+
+    error: PlanError
+    change: str
+
+
+def resized_plan(
+    error: PlanError, given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None
+) -> tuple[Plan, Resized]:
+    """Return a Plan with sizes that suit the ranks, and the change, if the launcher can restart the job on other ranks.
+
+    Args:
+        error: error of :func:`plan_of`, which has the same other arguments.
+
+    Raises:
+        PlanError: ``error``, because the Plan is invalid with other sizes, too, or the job cannot be restarted.
+    """
+    if launch is None or given["plan"] is not None or not job_names(os.environ):
+        raise error
+    found = with_fitting_sizes(given, launch.world.local_size, launch.num_nodes)
+    if found["strategy"] == given["strategy"]:
+        raise error
+    try:
+        plan = plan_of(found, init, launch)
+    except PlanError:
+        raise error from None
+    return plan, Resized(error, f"strategy={given['strategy']} is now {found['strategy']}")
 
 
 def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
