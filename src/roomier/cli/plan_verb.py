@@ -28,6 +28,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.units import format_count, parse_bytes
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
+from roomier.plan.flags import default_strategy
 from roomier.plan.levers import without_host_tiers
 from roomier.plan.migrate.deepspeed.objects import is_source
 from roomier.planner.hardware.machine import Machine
@@ -106,7 +107,7 @@ def planned(
         config.strategy = own if stored is None else Plan.of(stored).parallel.strategy
     machine = machine_of_options(config, given)
     if as_fit and deepspeed is None:
-        config.strategy = config.strategy or ("ddp" if machine.num_ranks > 1 else "single")
+        config.strategy = config.strategy or default_strategy(machine.devices_per_node, machine.num_nodes)
     if deepspeed is not None:
         apply_deepspeed(config, deepspeed, machine)
     asked = _with_copies(_asked(parser, config, gpt), copies_of_options(config))
