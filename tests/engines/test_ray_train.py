@@ -1,6 +1,8 @@
 """Runs in Ray Train that Ray restarts: samples, weights, reports, errors, another number of workers, and notices."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -8,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from roomier.checkpoint.run_state import peek_run
 from tests.engines.training import Kill, check_same, steps_of, train, undisturbed
 from tests.ranks.pool import RankPool
 
@@ -149,3 +153,28 @@ def test_a_drained_node_is_not_a_failure_and_the_heartbeat_ends_a_hang(cluster: 
     assert (notes / "hung").read_text() not in ("", (notes / "drained").read_text())
     assert len((notes / "samples-1.jsonl").read_text().splitlines()) == 24  # rank 1 repeated no step
     steps_of(notes)
+
+
+def test_launch_runs_fit_on_the_cluster_and_a_second_launch_continues(cluster: Any, tmp_path: Path) -> None:
+    options = {
+        "seed_everything": 0,
+        "model": {"class_path": "cli_toy.ToyModule"},
+        "data": {"class_path": "cli_toy.ToyData"},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 2,
+            "default_root_dir": str(tmp_path / "runs"),
+            "callbacks": [{"class_path": "roomier.engines.ray.RayTrainReport"}],
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    launch = [sys.executable, "-m", "roomier", "launch", str(tmp_path / "run.yaml"), "--to=ray"]
+    environ = {**os.environ, "RAY_ADDRESS": cluster.address}
+    folder = Path(__file__).parents[1] / "cli" / "project"  # Ray copies it to the workers
+    for words, num_ranks, num_steps in (["--nodes=1:6"], 3, 2), (["--nodes=1", "--trainer.max_steps=4"], 1, 4):
+        command = [*launch, "--hardware=cpu:1", *words]
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        [last] = (tmp_path / "runs" / "run" / "version_0" / "checkpoints").glob(f"epoch=*-step={num_steps}")
+        record = peek_run(last)
+        assert record["plan"]["parallel"]["devices"] == num_ranks

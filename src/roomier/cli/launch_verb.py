@@ -1,8 +1,10 @@
-"""``roomier launch RUN.YAML --to LAUNCHER``: print the manifest of a job that trains with the options of a file."""
+"""``roomier launch RUN.YAML --to LAUNCHER``: print the manifest of a job that trains with the options of a file, or
+submit the job to Ray."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from roomier import checkpoint
 from roomier.checkpoint.record import read_record
+from roomier.cli import trainer_verbs
 from roomier.cli.config_files import options_in
 from roomier.cli.options import parse
 from roomier.cli.plain_parser import PlainParser
@@ -18,11 +21,13 @@ from roomier.cli.plan_verb import PLAN_OPTIONS, plan_parser, planned
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.engines import ray
 from roomier.engines.manifests import TARGETS, ClusterJob, Nodes, grace_s, manifest
 from roomier.planner.choice import Choice
 from roomier.planner.forecast import SHARE_OF_DISK, SHARE_OF_HOST, Forecast
 from roomier.storage.address import is_remote
 
+_RAY = "ray"
 _OF_LAUNCH = ("hardware", "input")  # options of `roomier plan` that describe a node and a batch
 _ONLY_OF_PLAN = {*PLAN_OPTIONS, "what_if", "json"} - {*_OF_LAUNCH, "seed_everything", "ckpt_path"}
 _PROCESS_BYTES = 4 * 2**30  # of each rank: Python, torch, and the context of the device
@@ -30,13 +35,17 @@ _BYTES_PER_PARAMETER = 12  # of a checkpoint, in float32: the weight, and the tw
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Print the manifest.
+    """Print the manifest, or run the job with Ray.
 
     Raises:
-        RoomierError: an option is invalid, or no plan fits the nodes.
+        RoomierError: an option is invalid, no plan fits the nodes, or Ray cannot run the job.
     """
     own, others = _parser(verb).parse_known_args(list(arguments))
     words = ["--config", own.config, *others]
+    for name in ("image", "command") if own.to == _RAY else ():
+        if (value := getattr(own, name)) is not None:
+            problem = "is not supported with ray, whose workers call `roomier fit` in their own Python"
+            raise RoomierError(f"--{name}", value, problem, f"Remove --{name}")
     options = options_in(words)
     for option in options:
         if option.field in _ONLY_OF_PLAN:
@@ -57,27 +66,42 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     nodes = nodes or Nodes(forecasts[0].machine.num_nodes, forecasts[0].machine.num_nodes)
     fit = ["roomier", "fit", *(word for each in options if each.field not in _OF_LAUNCH for word in each.words)]
     command = shlex.split(own.command) if own.command else [*fit, *_ranks(own.to, forecasts[0], nodes)]
-    _check_root(own.to, config.trainer.default_root_dir)
+    root = config.trainer.default_root_dir
+    _check_root(own.to, root)
+    if own.to == _RAY:
+        root = root if root is None or is_remote(root) else os.path.abspath(root)
+        command.append("--trainer.default_root_dir=null")  # the run folder is in Ray's storage, which is `root`
     name = own.name or re.sub(r"[^a-z0-9]+", "-", Path(own.config).stem.lower()).strip("-")
     job = _job(name, command, nodes, forecasts, save_s, own.image)
-    print(manifest(own.to, job), end="")
+    if own.to == _RAY:
+        ray.submit(job, _fit, root)
+    else:
+        print(manifest(own.to, job), end="")
     return 0
+
+
+def _fit(command: Sequence[str]) -> None:
+    """Run ``roomier fit`` in a worker of Ray."""
+    trainer_verbs.run(command[1], command[2:])
 
 
 def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
         allow_abbrev=False,
-        description="Print the manifest of a job that runs `roomier fit --config RUN.YAML` on a cluster. The planner "
-        "forecasts the memory of its nodes. The job resumes from its last checkpoint when the cluster restarts it.",
+        description="Print the manifest of a job that runs `roomier fit --config RUN.YAML` on a cluster, or run "
+        "the job on the Ray cluster of RAY_ADDRESS. The planner forecasts the memory of its nodes. The job resumes "
+        "from its last checkpoint when the cluster restarts it.",
         epilog="All other options, such as --trainer.max_steps 100, are options of `roomier fit`. --hardware h100:8 "
         "describes a node, and --input a batch, as in `roomier plan`.",
     )
     parser.add_argument("config", metavar="RUN.YAML", help="file with the options of `roomier fit`")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="launcher that runs the job")
+    parser.add_argument("--to", required=True, choices=(*TARGETS, _RAY), help="launcher that runs the job")
     parser.add_argument("--image", help="container image that contains your code and its packages")
     parser.add_argument("--name", help="name of the job; default: the name of RUN.YAML")
-    parser.add_argument("--nodes", help="number of nodes; with slurm also a range such as 1:4; default: num_nodes")
+    parser.add_argument(
+        "--nodes", help="number of nodes; with slurm and ray also a range such as 1:4; default: num_nodes"
+    )
     parser.add_argument("--command", help="command that each process runs instead of `roomier fit`")
     about = "run folder or checkpoint whose measured save time determines the grace period"
     parser.add_argument("--measured", metavar="RUN", help=about)
@@ -116,9 +140,9 @@ def _save_s(measured: str | None, choice: Choice, num_parameters: int) -> float:
 
 
 def _ranks(target: str, forecast: Forecast, nodes: Nodes) -> list[str]:
-    """Return the options that set the number of ranks. In SLURM, the number of nodes can change at a restart."""
-    is_slurm = target == "slurm"
-    devices, number = ("auto", "auto") if is_slurm else (forecast.machine.devices_per_node, nodes.most)
+    """Return the options that set the number of ranks. In SLURM and Ray, the number of nodes can change at a
+    restart."""
+    devices, number = ("auto", "auto") if target in ("slurm", _RAY) else (forecast.machine.devices_per_node, nodes.most)
     return [f"--trainer.devices={devices}", f"--trainer.num_nodes={number}"]
 
 

@@ -20,7 +20,8 @@ from roomier.launch.job import JOB
 
 _GIB = 2**30
 _PORT = 29400
-_NUM_RESTARTS = 10
+NUM_RESTARTS = 10
+"""How often a launcher restarts a job after failures."""
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _SHORTEST_GRACE_S = 30.0  # to finish the loggers, and to leave the process group
 _KUBERNETES_DEVICES = {
@@ -74,6 +75,9 @@ class ClusterJob:
         disk_bytes: local disk that a node needs for offloaded data.
         grace_s: seconds from a notice until the launcher kills the job.
         image: container image; None if the launcher does not need one.
+
+    Raises:
+        RoomierError: ``name`` is not a valid name of a job.
     """
 
     name: str
@@ -86,6 +90,11 @@ class ClusterJob:
     disk_bytes: int
     grace_s: float
     image: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            action = "Use up to 40 lowercase letters, digits and hyphens, starting with a letter"
+            raise RoomierError("--name", self.name, "is not a valid name of a job", action)
 
     @property
     def memory_gib(self) -> int:
@@ -119,14 +128,13 @@ def manifest(target: str, job: ClusterJob) -> str:
     Raises:
         RoomierError: the target does not support the job.
     """
-    if not _NAME.fullmatch(job.name):
-        action = "Use up to 40 lowercase letters, digits and hyphens, starting with a letter"
-        raise RoomierError("--name", job.name, "is not a valid name of a job", action)
     if target == "slurm":
         return _slurm(job)
     if job.nodes.least < job.nodes.most:
         nodes = f"{job.nodes.least}:{job.nodes.most}"
-        action = f"Use --nodes {job.nodes.most}, or --to slurm, which can change the number of nodes at a restart"
+        action = (
+            f"Use --nodes {job.nodes.most}, or --to slurm or ray, which can change the number of nodes at a restart"
+        )
         raise RoomierError("--nodes", nodes, f"is a range, but {target} cannot resize a job", action)
     if target in NEEDS_IMAGE and not job.image:
         problem, action = f"is required for {target}", "Pass --image with a container image that contains your code"
@@ -239,7 +247,7 @@ def _job_set(job: ClusterJob) -> dict[str, Any]:
         "metadata": {"name": job.name},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": job.name},
-            "failurePolicy": {"maxRestarts": _NUM_RESTARTS},
+            "failurePolicy": {"maxRestarts": NUM_RESTARTS},
             "replicatedJobs": [
                 {"name": _NODE, "replicas": 1, "template": {"spec": {**of_job, "template": {"spec": pod}}}}
             ],
@@ -259,7 +267,7 @@ def _sky_pilot(job: ClusterJob) -> dict[str, Any]:
             "memory": f"{job.memory_gib}+",
             **({"disk_size": job.disk_gib + _SYSTEM_GIB} if job.disk_gib else {}),
             **({} if job.image is None else {"image_id": f"docker:{job.image}"}),
-            "job_recovery": {"max_restarts_on_errors": _NUM_RESTARTS},
+            "job_recovery": {"max_restarts_on_errors": NUM_RESTARTS},
         },
         "workdir": ".",
         "envs": {JOB: job.name},

@@ -1,4 +1,5 @@
-"""Callback for Ray Train: Ray shows the metrics and the committed checkpoints of a run, and removes old checkpoints.
+"""Ray Train: submission of a job, and a callback with which Ray shows the metrics and the committed checkpoints of a
+run, and removes old checkpoints.
 
 A Trainer in a function of Ray Train needs no callback to join the ranks, or to resume after Ray has restarted them
 (``launch/ray_run.py``).
@@ -6,6 +7,9 @@ A Trainer in a function of Ray Train needs no callback to join the ranks, or to 
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,11 @@ from roomier.callbacks.model_checkpoint import ModelCheckpoint
 from roomier.callbacks.monitored import scalar
 from roomier.checkpoint.uploads import Uploads
 from roomier.core.errors import RoomierError
+from roomier.engines.manifests import NUM_RESTARTS, ClusterJob
 from roomier.launch.ray_run import ray_run
 from roomier.storage.mirror import remote_of
 
-__all__ = ["RayTrainReport"]
+__all__ = ["RayTrainReport", "submit"]
 
 
 class RayTrainReport(ModelCheckpoint):
@@ -41,11 +46,13 @@ class RayTrainReport(ModelCheckpoint):
     """
 
     def __init__(self, **options: Any) -> None:
+        defaults = inspect.signature(ModelCheckpoint.__init__).parameters
         for name in ("monitor", "mode", "save_top_k", "save_last", "format"):
-            if name in options:
+            value = options.pop(name, defaults[name].default)
+            if value != defaults[name].default:  # the command line passes all arguments
                 problem = "is not supported, because Ray selects the checkpoints that are kept"
                 action = "Use ray.train.CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)"
-                raise RoomierError(f"RayTrainReport({name})", options[name], problem, action)
+                raise RoomierError(f"RayTrainReport({name})", value, problem, action)
         super().__init__(save_top_k=0, save_last=True, **options)
         self._values: dict[int, dict[str, float]] = {}
 
@@ -90,3 +97,48 @@ class RayTrainReport(ModelCheckpoint):
 
     def _remove_superseded(self, paths_of_others: set[str], uploads: Uploads | None) -> None:
         """Leave old checkpoints to Ray, whose list contains them."""
+
+
+def submit(job: ClusterJob, function: Callable[[Sequence[str]], None], storage: str | None) -> None:
+    """Run ``job`` with Ray Train on the cluster of ``RAY_ADDRESS``, and wait until it ends.
+
+    Args:
+        job: the job. With a range of nodes, Ray starts as many workers as the cluster has resources for.
+        function: function that each worker calls with the words of the job's command.
+        storage: folder or address in which Ray stores the run; None for Ray's default.
+
+    Raises:
+        RoomierError: Ray is not installed, or the cluster cannot be reached.
+        Exception: the error of a worker that failed too often.
+    """
+    try:
+        import ray  # late imports: an optional package
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        problem = "requires the package ray[train], which is not installed"
+        raise RoomierError("--to", "ray", problem, "Run: pip install 'roomier[ray]'") from error
+    action = "Set it to the address of the cluster, such as 10.0.0.1:6379, or to local for a cluster on this machine"
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise RoomierError("RAY_ADDRESS", address, "is required for ray", action)
+    least, most = job.nodes.least * job.devices, job.nodes.most * job.devices
+    is_gpu = job.kind == "cuda"
+    own = {"CPU": 1, "memory": job.memory_bytes // job.devices, **({"GPU": 1} if is_gpu else {})}
+    trainer = TorchTrainer(
+        function,
+        train_loop_config=job.command,
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if is_gpu else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=most if least == most else (least, most), use_gpu=is_gpu, resources_per_worker=own
+        ),
+        run_config=RunConfig(
+            name=job.name, storage_path=storage, failure_config=FailureConfig(max_failures=NUM_RESTARTS)
+        ),
+    )
+    try:
+        cluster = ray.init(address, runtime_env={"working_dir": os.getcwd()})
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RoomierError("RAY_ADDRESS", address, f"Ray cannot connect ({error})", action) from error
+    with cluster:
+        trainer.fit()
