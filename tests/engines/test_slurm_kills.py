@@ -13,9 +13,9 @@ from tests.engines.training import check_same, undisturbed
 from tests.launch.slurm import PROGRAMS, Cluster, cluster, wait_until
 from tests.ranks.pool import RankPool
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "code" / "slurm" / "job.sh"
-PROGRAM = Path(__file__).parent / "programs" / "train.py"
-HERE = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "code" / "slurm" / "job.sh"
+HERE = (f"--chdir={ROOT}", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 pytestmark = [
     pytest.mark.services,
@@ -61,7 +61,7 @@ def test_eight_kills_and_two_failures_of_the_node_change_no_bit(
     (notes := tmp_path / "killed").mkdir()
     kills = [0, 1, 2, 4, 5, 6, 8, 9]  # SLURM starts the script again after the failures of the node
     log = tmp_path / "job.log"
-    job = submit(slurm, f"python {PROGRAM} {notes} '{json.dumps(settings)}' '{kills}'", log)
+    job = submit(slurm, f"python -m tests.engines.programs.train {notes} '{json.dumps(settings)}' '{kills}'", log)
     for attempt in (3, 7):
         begun = [notes / f"attempt-{rank}-{attempt}" for rank in range(2)]
         wait_until(lambda: all(each.exists() for each in begun), log.read_text, 400)  # noqa: B023

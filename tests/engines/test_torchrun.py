@@ -19,7 +19,8 @@ from tests.engines.training import check_same, undisturbed
 from tests.ranks.pool import RankPool
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-PROGRAM = str(Path(__file__).parent / "programs" / "train.py")
+PROGRAM = ("-m", "tests.engines.programs.train")
+ROOT = Path(__file__).parents[2]
 NUM_KILLS = 10
 
 pytestmark = pytest.mark.services
@@ -30,8 +31,9 @@ def test_ten_kills_change_no_bit(on_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
     (notes := tmp_path / "killed").mkdir()
-    launcher = [TORCHRUN, "--nproc-per-node=2", f"--max-restarts={NUM_KILLS}", PROGRAM]
-    subprocess.run([*launcher, notes, json.dumps(settings), json.dumps([*range(NUM_KILLS)])], check=True, timeout=500)
+    launcher = [TORCHRUN, "--nproc-per-node=2", f"--max-restarts={NUM_KILLS}", *PROGRAM]
+    arguments = [notes, json.dumps(settings), json.dumps([*range(NUM_KILLS)])]
+    subprocess.run([*launcher, *arguments], cwd=ROOT, check=True, timeout=500)
     assert len(list(notes.glob("attempt-*"))) == 2 * (NUM_KILLS + 1)
     check_same(notes, tmp_path / "undisturbed")
 
@@ -53,10 +55,10 @@ class Agents:
         conf = "is_host=0,last_call_timeout=5,keep_alive_interval=1"
         endpoint = [f"--rdzv-endpoint=127.0.0.1:{self.store.port}", "--rdzv-id=job", f"--rdzv-conf={conf}"]
         nodes = ["--nnodes=2:4", "--nproc-per-node=1", "--local-addr=127.0.0.1", "--max-restarts=99"]
-        command = [TORCHRUN, *nodes, "--rdzv-backend=c10d", *endpoint, PROGRAM, self.notes, json.dumps(self.options)]
+        command = [TORCHRUN, *nodes, "--rdzv-backend=c10d", *endpoint, *PROGRAM, self.notes, json.dumps(self.options)]
         # torch 2.13: without this variable, the other agents keep the address of rank 0 after its agent was killed
         environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.running += [subprocess.Popen(command, env=environ) for _ in range(number)]
+        self.running += [subprocess.Popen(command, cwd=ROOT, env=environ) for _ in range(number)]
 
     def kill(self, index: int) -> None:
         agent = self.running.pop(index)
@@ -75,7 +77,8 @@ class Agents:
             begun = [when for when, size in map(json.loads, lines) if when > since and size == num_ranks]
             if len(begun) >= 6:
                 return begun[0]
-            assert time.time() < until, (num_ranks, lines)
+            is_running = any(each.poll() is None for each in self.running)
+            assert is_running and time.time() < until, (num_ranks, lines)
             time.sleep(0.05)
 
 
