@@ -77,8 +77,8 @@ class Agents:
             begun = [when for when, size in map(json.loads, lines) if when > since and size == num_ranks]
             if len(begun) >= 6:
                 return begun[0]
-            is_running = any(each.poll() is None for each in self.running)
-            assert is_running and time.time() < until, (num_ranks, lines)
+            assert any(each.poll() is None for each in self.running)
+            assert time.time() < until, (num_ranks, lines)
             time.sleep(0.05)
 
 
