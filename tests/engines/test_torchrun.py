@@ -119,4 +119,4 @@ def test_kills_change_the_number_of_ranks(
     print(strategy, dict(starts_s))
     check_same(notes, expected, 1e-5)
     cold_s, *restarts_s = starts_s[sizes[0]]
-    assert min(restarts_s) <= 1.5 * cold_s
+    assert min(restarts_s) <= 3 * cold_s  # usually 1 to 1.8; if an agent waits for a lost one, more than 10
