@@ -248,7 +248,7 @@ def test_a_position_of_a_distributed_sampler_that_cannot_be_converted_is_rejecte
     state = on_ranks(2, read_distributed, 4)[0][1]
     errors = on_ranks(3, read_on_three, state)
     for error in errors:
-        assert "Resume with 2 ranks, or start a new run" in error
+        assert "Resume with 2 ranks or from a checkpoint at the end of an epoch, or start a new run" in error
 
 
 class Sharded(IterableDataset[int]):
