@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,7 @@ def submit(job: ClusterJob, function: Callable[[Sequence[str]], None], storage: 
     is_gpu = job.kind == "cuda"
     own = {"CPU": 1, "memory": job.memory_bytes // job.devices, **({"GPU": 1} if is_gpu else {})}
     trainer = TorchTrainer(
-        function,
-        train_loop_config=job.command,
+        partial(function, job.command),
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if is_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most), use_gpu=is_gpu, resources_per_worker=own
