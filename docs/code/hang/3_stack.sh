@@ -1,1 +1,1 @@
-grep -A 40 "heartbeat: rank 1:" run.log | grep -A 1 "hangs.py"
+sed -n '/heartbeat: rank 1:/,/sleep/p' run.log | grep -A 1 "hangs.py"
