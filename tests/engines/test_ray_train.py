@@ -1,6 +1,8 @@
 """Runs in Ray Train that Ray restarts: samples, weights, reports, errors, another number of workers, and notices."""
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -155,7 +157,9 @@ def test_a_drained_node_is_not_a_failure_and_the_heartbeat_ends_a_hang(cluster: 
     steps_of(notes)
 
 
-def test_launch_runs_fit_on_the_cluster_and_a_second_launch_continues(cluster: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with user code and run.yaml, which Ray copies to the workers."""
     options = {
         "seed_everything": 0,
         "model": {"class_path": "cli_toy.ToyModule"},
@@ -167,14 +171,40 @@ def test_launch_runs_fit_on_the_cluster_and_a_second_launch_continues(cluster: A
             "callbacks": [{"class_path": "roomier.engines.ray.RayTrainReport"}],
         },
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
-    launch = [sys.executable, "-m", "roomier", "launch", str(tmp_path / "run.yaml"), "--to=ray"]
-    environ = {**os.environ, "RAY_ADDRESS": cluster.address}
-    folder = Path(__file__).parents[1] / "cli" / "project"  # Ray copies it to the workers
+    folder = shutil.copytree(Path(__file__).parents[1] / "cli" / "project", tmp_path / "project")
+    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    return folder
+
+
+def launch(project: Path, address: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "roomier", "launch", "run.yaml", "--to=ray", "--hardware=cpu:1", *words]
+    environ = {**os.environ, "RAY_ADDRESS": address}
+    return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=200)
+
+
+def test_launch_runs_fit_on_the_cluster_and_a_second_launch_continues(
+    cluster: Any, project: Path, tmp_path: Path
+) -> None:
     for words, num_ranks, num_steps in (["--nodes=1:6"], 3, 2), (["--nodes=1", "--trainer.max_steps=4"], 1, 4):
-        command = [*launch, "--hardware=cpu:1", *words]
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+        done = launch(project, cluster.address, *words)
         assert done.returncode == 0, done.stderr
         [last] = (tmp_path / "runs" / "run" / "version_0" / "checkpoints").glob(f"epoch=*-step={num_steps}")
         record = peek_run(last)
         assert record["plan"]["parallel"]["devices"] == num_ranks
+
+
+def test_launch_does_not_repeat_an_error_of_the_user_ten_times(cluster: Any, project: Path) -> None:
+    done = launch(project, cluster.address, "--nodes=1", "--model=cli_toy.HasABugInAHook")
+    assert done.returncode == 1
+    assert "job='run': failed again with KeyError: 'a bug of the user'. Correct the error" in done.stderr
+    assert "in on_train_start" in done.stderr
+
+
+def test_launch_reports_an_unreachable_cluster_immediately(project: Path) -> None:
+    with socket.socket() as bound:  # does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        done = launch(project, address)
+    assert done.returncode == 2
+    assert f"RAY_ADDRESS='{address}': Ray cannot connect" in done.stderr
+    assert "Set it to the address of the cluster" in done.stderr

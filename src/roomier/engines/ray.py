@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
@@ -20,12 +22,14 @@ from roomier.callbacks.checkpoint_ledger import Ledger, Retention
 from roomier.callbacks.model_checkpoint import ModelCheckpoint
 from roomier.callbacks.monitored import scalar
 from roomier.checkpoint.uploads import Uploads
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, TrainingError
 from roomier.engines.manifests import NUM_RESTARTS, ClusterJob
 from roomier.launch.ray_run import ray_run
 from roomier.storage.mirror import remote_of
 
 __all__ = ["RayTrainReport", "submit"]
+
+_CONNECT_S = 5.0
 
 
 class RayTrainReport(ModelCheckpoint):
@@ -110,7 +114,7 @@ def submit(job: ClusterJob, function: Callable[[Sequence[str]], None], storage: 
 
     Raises:
         RoomierError: Ray is not installed, or the cluster cannot be reached.
-        Exception: the error of a worker that failed too often.
+        Exception: the error of a worker that failed too often, or twice in succession with the same error.
     """
     try:
         import ray  # late imports: an optional package
@@ -123,6 +127,7 @@ def submit(job: ClusterJob, function: Callable[[Sequence[str]], None], storage: 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         raise RoomierError("RAY_ADDRESS", address, "is required for ray", action)
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # workers start in the copy of this folder
     least, most = job.nodes.least * job.devices, job.nodes.most * job.devices
     is_gpu = job.kind == "cuda"
     own = {"CPU": 1, "memory": job.memory_bytes // job.devices, **({"GPU": 1} if is_gpu else {})}
@@ -133,12 +138,42 @@ def submit(job: ClusterJob, function: Callable[[Sequence[str]], None], storage: 
             num_workers=most if least == most else (least, most), use_gpu=is_gpu, resources_per_worker=own
         ),
         run_config=RunConfig(
-            name=job.name, storage_path=storage, failure_config=FailureConfig(max_failures=NUM_RESTARTS)
+            name=job.name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=NUM_RESTARTS),
+            callbacks=[_ends_repeated_errors()],
         ),
     )
     try:
+        head = urlsplit(f"//{address.removeprefix('ray://')}")
+        if head.port:  # not auto or local. Ray tries for several minutes to reach a head that does not answer
+            socket.create_connection((str(head.hostname), head.port), _CONNECT_S).close()
         cluster = ray.init(address, runtime_env={"working_dir": os.getcwd()})
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise RoomierError("RAY_ADDRESS", address, f"Ray cannot connect ({error})", action) from error
     with cluster:
         trainer.fit()
+
+
+def _ends_repeated_errors() -> Any:
+    """Return a callback of Ray that ends a job after a second failure with the same error, because it is not an error
+    of the cluster."""
+    from ray.train import UserCallback  # late import: an optional package
+
+    class EndsRepeatedErrors(UserCallback):  # type: ignore[misc]  # Any
+        last: frozenset[str] = frozenset()
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            errors = frozenset(
+                f"{type(error).__name__}: {error}"
+                for error in worker_exceptions.values()
+                # The loss of a worker raises these errors, also in other workers.
+                if not isinstance(error, (OSError, RuntimeError)) and not type(error).__module__.startswith("ray.")
+            )
+            repeated, self.last = errors & self.last, errors
+            if repeated:
+                problem = f"failed again with {', '.join(sorted(repeated))}"
+                action = "Correct the error, whose traceback is above, and repeat the command to resume"
+                raise TrainingError("job", run_context.run_config.name, problem, action)
+
+    return EndsRepeatedErrors()

@@ -96,6 +96,11 @@ class HasABug(ToyModule):
         raise KeyError("a bug of the user")
 
 
+class HasABugInAHook(ToyModule):
+    def on_train_start(self) -> None:
+        raise KeyError("a bug of the user")
+
+
 class IsTerminated(ToyModule):
     """Module that sends SIGTERM to its process in the third step of a run. A run that resumes from this step sends no
     signal."""
