@@ -180,7 +180,7 @@ ROWS_OF_TWO = [
         RoomierError,
         "gpus",
         "2",
-        "Use Trainer(accelerator='gpu', devices=2",
+        "Use accelerator='gpu' and devices=N",
         id="a keyword of an old version of Lightning",
     ),
     pytest.param(

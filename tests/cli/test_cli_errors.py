@@ -32,7 +32,7 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
             ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
             (
                 [*TOY, "--trainer.gpus", "1"],
-                ["--trainer.gpus='1'", "Use --trainer.accelerator gpu --trainer.devices 1"],
+                ["--trainer.gpus='1'", "Use accelerator='gpu' and devices=N"],
             ),
             ([*TOY, "--trainer.distributed_backend=ddp"], ["Use strategy"]),
             ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "See help(roomier.Trainer)"]),
@@ -106,7 +106,7 @@ def test_invalid_option_gives_one_message_and_exit_code_2(
             ("trainer: &a {max_steps: *a}", ["config='{file}': is not YAML: an alias contains itself"]),
             ("[" * 5000, ["config='{file}': is not YAML: the nesting is too deep"]),
             ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
-            ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator: gpu, devices: N, strategy: ddp"]),
+            ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator='gpu' and devices=N"]),
             ("trainer: [", ["is not YAML"]),
             ("model: cli_toy.Missing", ["cli_toy has no 'Missing'"]),
             ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),

@@ -24,7 +24,6 @@ def test_help_shows_exactly_the_existing_verbs(capsys: pytest.CaptureFixture[str
         "report",
         "export",
         "hardware",
-        "bench",
     ]
 
 
@@ -51,7 +50,7 @@ def test_help_imports_neither_torch_nor_the_option_parser() -> None:
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
         (
             ["sail"],
-            ["verb='sail'", "Use one of: bench, export, fit, hardware, launch, plan, predict, report, test, validate"],
+            ["verb='sail'", "Use one of: export, fit, hardware, launch, plan, predict, report, test, validate"],
         ),
     ],
 )
@@ -65,12 +64,3 @@ def test_invalid_word_gives_one_message_and_exit_code_2(
     assert output.err.count("\n") == 1
     for text in expected:
         assert text in output.err
-
-
-@pytest.mark.parametrize("words", [[], ["overhead", "--json"]])
-def test_bench_prints_the_command_of_the_benchmarks(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.endswith(f" run: {' '.join(['python -m benchmarks', *words])}\n")
-    assert output.err.count("\n") == 1

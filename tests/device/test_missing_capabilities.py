@@ -96,8 +96,8 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tpu_cores": 8},
-        "tpu_cores=8: was removed from the Trainer. Use Trainer(accelerator='tpu', devices=8, strategy='ddp'). "
-        "accelerator='tpu' requires the package torch-tpu.",
+        "tpu_cores=8: Trainer has no such keyword. Use accelerator='tpu' and devices=N. The package torch-tpu is "
+        "required.",
     ),
     (
         {"accelerator": "warp"},

@@ -13,9 +13,9 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.keywords import advice_for_name
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
-from roomier.trainer.keywords.other_libraries import written_today
 
 _TRAINER = "--trainer."
+_NO_KEYWORD = "is not a keyword of the Trainer"
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
@@ -67,16 +67,13 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
         if option.startswith(_TRAINER):
             name = option.removeprefix(_TRAINER)
             names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
-            former = _former_flag(name, given or "N", "--trainer.{} {}", " ")
-            return _unknown_keyword(
-                option, given, former, advice_for_name("Trainer", name, names, FORMER_KEYWORDS, prefix=_TRAINER)
-            )
+            advice = advice_for_name("Trainer", name, names, FORMER_KEYWORDS, prefix=_TRAINER)
+            return RoomierError(option, given, _NO_KEYWORD, advice)
         return RoomierError(option, given, "is not an option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
         field = f"{found['group']}.{found['name']}"
-        former = _former_flag(found["name"], "N", "{}: {}", ", ")
         advice = advice_for_name("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
-        return _unknown_keyword(field, "...", former, advice)
+        return RoomierError(field, "...", _NO_KEYWORD, advice)
     if found := _UNKNOWN_IN_CLASS.search(message):
         action = did_you_mean(found["name"], _names_of(locate(found["path"])))
         return RoomierError(_key(message), found["name"], f"is not an argument of {found['path']}", action)
@@ -102,26 +99,6 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
     if found := _BAD_OPTION.search(message):
         return RoomierError(found["option"], None, found["problem"], _see_help(parser))
     return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))
-
-
-def _unknown_keyword(field: str, value: str | None, former: str | None, advice: str) -> RoomierError:
-    if former is not None:
-        return RoomierError(field, value, "was removed from the Trainer", former)
-    return RoomierError(field, value, "is not a keyword of the Trainer", advice)
-
-
-def _former_flag(name: str, value: str, form: str, separator: str) -> str | None:
-    """Return the replacement of a removed Trainer flag; None if ``name`` is not such a flag.
-
-    Args:
-        form: format string for each replacement, which is a keyword and its value.
-    """
-    found = written_today(name, value)
-    if found is None:
-        return None
-    today, remarks = found
-    spelled = separator.join(form.format(keyword, each) for keyword, each in today.items())
-    return ". ".join([f"Use {spelled}", *remarks])
 
 
 def _key(message: str) -> str:

@@ -25,7 +25,6 @@ VERBS = {
     "report": ("compare runs, or the forecast of a run with its measurement", "roomier.cli.report_verb"),
     "export": ("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
     "hardware": ("measure this machine, for planning", "roomier.cli.hardware_verb"),
-    "bench": ("show the command that runs a benchmark", "roomier.cli.bench_verb"),
 }
 
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code of the verb: 0, or 1 if ``plan`` finds no plan that fits. 2 after a RoomierError, which is printed
-        to standard error, and after ``bench``, which runs nothing.
+        to standard error.
 
     Raises:
         SystemExit: a signal terminated a run after its state was saved. In this case, the exit code is 128 plus the

@@ -335,6 +335,7 @@ _PAGED = "with offload={'optimizer_states': 'cpu'}, which stores the states in h
 _SCHEDULE_FREE = "Use optimizer='adamw' with lr_schedule='cosine', or return this optimizer from configure_optimizers"
 _LOW_RANK = "Use lora={'rank': 8}, which trains low-rank weights, or optimizer='adamw8bit'"
 _NOT_REGISTERED = "is not an accelerator of this installation of torch"
+_IS_STRATEGY = "is a strategy"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps', 'xpu', 'npu', 'tpu' or 'cpu'"
 
 
@@ -351,7 +352,12 @@ REFUSED: dict[str, dict[str, Refusal]] = {
             "Use strategy={'name': 'ddp', 'pipeline_parallel_size': 2}", problem="is not the name of a strategy"
         ),
     },
-    "parallel.accelerator": dict.fromkeys(("hpu", "ipu"), Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED)),
+    "parallel.accelerator": {
+        **dict.fromkeys(("hpu", "ipu"), Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED)),
+        **dict.fromkeys(("dp", "ddp", "ddp2", "ddp_spawn"), Refusal("Use strategy='ddp'", problem=_IS_STRATEGY)),
+        "ddp_cpu": Refusal("Use strategy='ddp' and accelerator='cpu'", problem=_IS_STRATEGY),
+        "ddp_sharded": Refusal("Use strategy='zero2'", problem=_IS_STRATEGY),
+    },
     "precision.mode": {
         "16-true": Refusal(
             "Use precision='16-mixed', which keeps float32 weights, or 'bf16-true'",

@@ -52,6 +52,9 @@ FORMER_KEYWORDS: dict[str, str] = {
     "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
     **dict.fromkeys(("use_amp", "amp_backend", "amp_level"), "Use precision='16-mixed'"),
     **dict.fromkeys(("num_gpus", "num_processes", "ipus", "hpus"), "Use accelerator and devices"),
+    "gpus": "Use accelerator='gpu' and devices=N. Select certain devices with the variable CUDA_VISIBLE_DEVICES",
+    "tpu_cores": "Use accelerator='tpu' and devices=N. The package torch-tpu is required",
+    "auto_lr_finder": "Use auto_lr_find=True",
     "distributed_backend": "Use strategy",
     # transformers' Trainer and TrainingArguments. The Trainer converts some of these fields, but the command does not.
     **advice(),

@@ -1,5 +1,5 @@
 """Answers to the settings in objects and files that contain a DeepSpeed configuration: dicts, JSON files, Lightning's
-``DeepSpeedStrategy`` and former ``DeepSpeedPlugin``, and Accelerate's ``DeepSpeedPlugin``."""
+``DeepSpeedStrategy``, and Accelerate's ``DeepSpeedPlugin``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,6 @@ _OF_ACCELERATE = {
     "is_train_batch_min": "the DataLoader determines the batch",
 }
 
-_ZERO = (
-    *("stage", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory", "contiguous_gradients"),
-    *("overlap_comm", "allgather_partitions", "reduce_scatter", "allgather_bucket_size", "reduce_bucket_size"),
-    *("sub_group_size", "offload_optimizer", "offload_parameters"),
-)
-_ACTIVATIONS = (
-    *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-    *("synchronize_checkpoint_boundary",),
-)
-"""Attributes of former plugins, which store their settings as attributes instead of a configuration."""
-
 
 def is_object(value: object) -> bool:
     """Return whether ``value`` is a strategy or a plugin for DeepSpeed."""
@@ -53,9 +42,7 @@ def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -
     """Return the results for the settings of a strategy or plugin. For the arguments, see :func:`answers_to_config`."""
     source = type(value).__name__
     config = setting_of(value, "deepspeed_config", "config")
-    if config is None:
-        config = _config_of_attributes(value)
-    elif not isinstance(config, Mapping):
+    if not isinstance(config, Mapping):
         config = read_config(config)
     if source == "DeepSpeedStrategy":
         config = {"zero_optimization": {"stage": 0}, **config}
@@ -75,16 +62,6 @@ def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -
         action = "Use precision='bf16-mixed' and optimizer='adamw8bit'"
         answers.reject("enable_msamp", True, "is not supported", action)
     return answers
-
-
-def _config_of_attributes(value: object) -> dict[str, Any]:
-    sections = {"zero_optimization": _ZERO, "activation_checkpointing": _ACTIVATIONS}
-    found: dict[str, Any] = {
-        section: {name: setting for name in names if (setting := setting_of(value, name)) is not None}
-        for section, names in sections.items()
-    }
-    found["zero_optimization"].setdefault("stage", 2)  # the default of the former plugin is stage 2
-    return {section: settings for section, settings in found.items() if settings}
 
 
 def read_config(source: object, field: str = "deepspeed") -> Mapping[str, Any]:
