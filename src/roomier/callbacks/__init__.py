@@ -12,6 +12,7 @@ _HOMES = {  # modules are imported on first access
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
+    "ElasticRanks": "elastic_ranks",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "HistogramMonitor": "histogram_monitor",
     "LambdaCallback": "lambda_callback",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from roomier.callbacks.device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from roomier.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from roomier.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from roomier.callbacks.elastic_ranks import ElasticRanks as ElasticRanks
     from roomier.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from roomier.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from roomier.callbacks.forecast import MemoryForecast as MemoryForecast

@@ -239,12 +239,18 @@ def announce(error: Exception) -> None:
         torch_private.default_store().set(_ANNOUNCED, encode(error))
 
 
-def close_connections() -> None:
-    """Close the gloo connections to the other ranks, so that ranks that wait for this rank in gloo fail."""
-    with suppress(RuntimeError):  # after a timeout, gloo closes all connections
-        work = dist.irecv(torch.empty(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=_NEVER_SENT)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+def close_connections(group: dist.ProcessGroup | None = None) -> None:
+    """Close the gloo connections of ``group`` to the other ranks, so that ranks that wait for this rank in gloo fail.
+
+    Args:
+        group: process group; None means the default group.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, size):  # a connection to a rank that has ended fails without closing the others
+        with suppress(RuntimeError):  # after a timeout, gloo closes all connections
+            work = dist.irecv(torch.empty(1), group=group, group_src=(rank + distance) % size, tag=_NEVER_SENT)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def announced() -> Exception | None:

@@ -485,10 +485,28 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def forget_sharding(module: nn.Module) -> None:
+    """Remove the state that ``fully_shard`` stores for ``module``, so that the module can be sharded again.
+
+    This function does not restore the class, the hooks and the parameters of the module.
+    """
+    from torch.distributed import _composable_state
+    from torch.distributed._composable import contract
+
+    _composable_state._module_state_mapping.pop(module, None)
+    for key in (contract.STATE_KEY, contract.REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this process."""
+    world: Any = torch.distributed.distributed_c10d._world
+    return list(world.pg_names)
+
+
 def num_calls_by_group() -> dict[str, int]:
     """Return the number of operations that this rank has begun in each process group, except background groups."""
-    world: Any = torch.distributed.distributed_c10d._world
-    groups = [each for each in list(world.pg_names) if each.group_desc != BACKGROUND_GROUP]
+    groups = [each for each in process_groups() if each.group_desc != BACKGROUND_GROUP]
     backends = {each.group_name: map(each._get_backend, each._device_types) for each in groups}
     return {name: sum(each._get_sequence_number_for_group() for each in of) for name, of in backends.items()}
 

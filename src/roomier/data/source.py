@@ -150,6 +150,11 @@ class Source:
         self._stored: dict[str, Any] | None = None
 
     @property
+    def kind(self) -> str:
+        """Kind of the position that :meth:`state_dict` returns."""
+        return self._feed.kind
+
+    @property
     def num_batches(self) -> int | float:
         """Number of batches in a full epoch. Training counts the batches of this rank, and evaluation counts the
         batches of all ranks.

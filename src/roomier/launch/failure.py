@@ -31,7 +31,14 @@ _FIRST = "roomier/first_failure"
 _ZERO_HAS_ENDED = "rank 0 has ended"
 _POLL_S = 0.2
 _OWN_SIGNS = (os.strerror(errno.EMFILE), os.strerror(errno.ENOMEM))  # gloo reports these errors with its file names
-_GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
+_GLOO_SIGNS = (
+    "gloo/transport",
+    "gloo::",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Application timeout caused pair closure",  # by close_connections
+)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -187,13 +194,13 @@ class FailureNews:
 
 def is_of_lost_peer(error: BaseException) -> bool:
     """Return whether ``error``, or an error in its chain, only reports that a rank is unreachable."""
-    chain = list(_chain(error))
-    if any(sign in str(each) for each in chain for sign in _OWN_SIGNS):
+    errors = list(chain(error))
+    if any(sign in str(each) for each in errors for sign in _OWN_SIGNS):
         return False
     return any(
         isinstance(each, DistError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _GLOO_SIGNS))
-        for each in chain
+        for each in errors
     )
 
 
@@ -209,7 +216,8 @@ def _end_in_time(is_ending: threading.Event) -> None:
         os._exit(1)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Return ``error`` and the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

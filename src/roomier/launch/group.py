@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core import torch_private
@@ -22,10 +24,12 @@ from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.ranks import COLLECTIVE_TIMEOUT
 from roomier.core.world import World
 from roomier.launch import heartbeat
-from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
+from roomier.launch.environment import STARTED_BY_ROOMIER, Launch, export, launch_of
 from roomier.launch.failure import FailureNews
+from roomier.launch.lost import LossWatch
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.start import start_ranks
+from roomier.launch.watch import Children
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Name of an environment variable: maximum time in seconds that ranks wait for each other at the start (default:
@@ -36,6 +40,8 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 _NUM_FILES = 24  # files that a rank opens in addition to one connection per rank
 
 _news: FailureNews | None = None
+_watch_losses: Callable[[], LossWatch] | None = None
+_rejoin: Callable[[World], None] | None = None
 
 
 def should_report(error: BaseException) -> bool:
@@ -66,15 +72,48 @@ def initialize(world: World, device_type: str) -> None:
     _news.install()
     choose_interface(world, os.environ["MASTER_ADDR"], os.environ)
     store = store or open_store(world, os.environ, timeout_s)
+    _join(world, device_type, store, children, _news)
+    atexit.register(_leave)
+
+
+def _join(world: World, device_type: str, store: TCPStore, children: Children | None, news: FailureNews) -> None:
+    global _watch_losses, _rejoin
+    timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
+
+    def connect() -> PrefixStore:
+        return PrefixStore(meeting, connect_again(store, timeout_s))
+
     torch_private.hide_cpp_warnings()
-    _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
+    news.world, news.store = world, connect()
     _check_open_files(world)  # if the check fails here, the other ranks end
-    _connect(world, device_type, PrefixStore(meeting, store), _news, timeout_s)
+    _connect(world, device_type, PrefixStore(meeting, store), news, timeout_s)
     if children is not None:
         children.have_met = True
-    heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
-    atexit.register(_leave)
+    heartbeat.prepare(world, connect, news)
+    if STARTED_BY_ROOMIER in os.environ and world.local_size == world.size and device_type == "cpu":
+        _watch_losses = partial(LossWatch, world, connect, children)
+        _rejoin = partial(_join, device_type=device_type, store=store, children=children, news=news)
+
+
+def watch_losses() -> LossWatch | None:
+    """Watch for killed ranks, without which the run continues; None if another launcher started the ranks, or if they
+    run on several machines or on accelerators."""
+    return None if _watch_losses is None else _watch_losses()
+
+
+def rejoin(world: World) -> None:
+    """Leave the process group, and create a new one in which this process has the position ``world``. Every survivor
+    must call this function.
+
+    Raises:
+        RoomierError: a survivor does not call this function.
+    """
+    _leave()
+    export(Launch("roomier", world), os.environ)
+    assert _rejoin is not None
+    if world.size > 1:
+        _rejoin(world)
 
 
 def adopt(world: World) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from roomier.launch.failure import FailureNews
 
@@ -31,6 +31,7 @@ class Children:
     Attributes:
         have_met: True if the process group of all ranks exists. Before the process group exists, the exit of a rank is
             a failure, even with exit code 0.
+        may_lose: True if the run continues without ranks that a signal such as SIGKILL ended.
         main: failures of this process, and its current position in the run for messages; None before the rendezvous.
     """
 
@@ -38,7 +39,7 @@ class Children:
         self._processes = dict(processes)
         self._failed: tuple[int, int] | None = None
         self._is_ending = threading.Lock()
-        self.have_met = False
+        self.have_met = self.may_lose = False
         self.main: FailureNews | None = None
         threading.Thread(target=self._watch, name="roomier-ranks", daemon=True).start()
         os.register_at_fork(after_in_child=self._forget)
@@ -50,6 +51,15 @@ class Children:
             if process.poll() is not None:
                 return rank, self._how(process.returncode)
         return None
+
+    def lost(self) -> dict[int, str]:
+        """Return descriptions of the ends of the ranks that signals such as SIGKILL ended, keyed by rank."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: ended(code) for rank, code in codes.items() if code is not None and code < 0}
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Watch only ``ranks``, which include this process, and number them by their positions in ``ranks``."""
+        self._processes = {number: self._processes[rank] for number, rank in enumerate(ranks) if number}
 
     def _forget(self) -> None:  # a forked process, such as a worker of a DataLoader, did not start the ranks
         self._processes = {}
@@ -89,7 +99,7 @@ class Children:
         good = (0, *_STOPPED) if self.have_met and not (self.main is not None and self.main.has_lost_peer) else ()
         for rank, process in self._processes.items():
             code = process.poll()
-            if code is not None and code not in good:
+            if code is not None and code not in good and not (self.may_lose and code < 0):
                 return rank, code
         return None
 

@@ -432,19 +432,20 @@ class Results:
 
     # Resume -----------------------------------------------------------------------------------------------------
 
-    def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, metrics: Mapping[str, Any], *, of_all_ranks: bool = True) -> dict[str, Any]:
         """Return the reductions of the training epoch and the last values of completed epochs, across all ranks.
 
         Every rank must call this method at the same time.
 
         Args:
             metrics: the metric objects whose states are saved, by name.
+            of_all_ranks: False to return the reductions of this rank, without communication.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []
         own = {key: entry.for_other_ranks() for key, entry in self._entries["train"].items()}
         over_ranks = {}
-        if not self._ranks.is_alone:
+        if of_all_ranks and not self._ranks.is_alone:
             gathered = self._ranks.gather(own)
             over_ranks = reduce_over_ranks([gathered[rank] for rank in self._ranks.mesh.representatives])
         for key, of_all in over_ranks.items():  # includes names that only other ranks logged

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -425,6 +425,10 @@ def find_start(
     for each in request.trainer.callbacks if request.is_fit and request.keeps_files else ():
         if isinstance(each, PeerSnapshots) and not isinstance(root, RemotePath):
             rescue(each.place, root, ranks)
+    if request.continues is not None:
+        start = _continued(request.continues, ranks)
+        set_run_folder(loggers, start.folder)
+        return start, None
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if asked == "last" and path is None and not request.is_fit:
         action = "Pass default_root_dir of the fit, the path of a checkpoint, or None for the weights of the module"
@@ -440,6 +444,24 @@ def find_start(
     weights = first_weights(request.weights, path, request.plan, ranks)
     is_last = asked == "last" or earlier is not None
     return Start(path, folder, weights, None if earlier is None else earlier[1], is_last), job
+
+
+def _continued(start: Start, ranks: Ranks) -> Start:
+    """Return ``start`` with a checkpoint. Its parameters are read while the engine is built, because the model has no
+    values after the loss of a shard.
+
+    Raises:
+        CheckpointError: the run has no checkpoint.
+    """
+    folder = start.folder
+    if start.checkpoint is not None:
+        return start
+    path = None if folder is None else ranks.on_zero(lambda: checkpoint.find_last(folder, check_run_state))
+    if path is None:
+        problem = "contains no snapshot or checkpoint from which the other ranks can continue"
+        action = "Add PeerSnapshots(every_n_steps=...), or ModelCheckpoint(every_n_train_steps=...)"
+        raise CheckpointError("folder of the run", str(folder), problem, action)
+    return replace(start, checkpoint=path, weights=FirstWeights(file=PlainCheckpoint(path, ranks)), is_last=True)
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:

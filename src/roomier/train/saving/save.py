@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from roomier.checkpoint.snapshots import INTERRUPTED
 from roomier.core.device.rng import rng_state
 from roomier.core.hugging_face import find_pretrained
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
@@ -108,11 +109,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     run.engine.settle()  # each rank saves its shard, even if a hook has unsharded the parameters
     check_finite(run, "before a checkpoint")
     check_finite_weights(run)
-    shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
-    for callback in run.callbacks:
-        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
-    run.module.on_save_checkpoint(shown)
-    state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
+    state = _with_hooks(run, weights(run) if wanted.weights_only else full_state(run))
     if wanted.start is not None:
         wanted.start(wanted.path, state)
         return
@@ -127,6 +124,36 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     saves.background = saves.background or checkpoint.BackgroundSaver(run.ranks)
     saves.background.start(wanted.path, state)
     saves.when_settled = then
+
+
+def save_alone(run: Run, path: Path, held: Mapping[str, Any]) -> None:
+    """Write the state of ``run`` to ``path`` without communication, after a step that failed on this rank.
+
+    Args:
+        held: entries of the state as of the end of the previous step. Callbacks, schedulers and the DataModule are
+            saved in their current state.
+    """
+    progress, buffers = held["progress"], held["buffers"]
+    run.progress.load(progress)
+    datamodule = run.settled.request.datamodule
+    state = {
+        **_description(run),
+        **run.engine.state(),
+        **{name: held[name] for name in ("random", "data", "results", "metrics")},
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        "schedulers": run.schedulers.state(),
+        "datamodule": {} if datamodule is None else datamodule.state_dict(),
+    }
+    state["module"] = {name: buffers.get(name, value) for name, value in state["module"].items()}
+    checkpoint.save(path, _with_hooks(run, state), Ranks())
+
+
+def _with_hooks(run: Run, state: dict[str, Any]) -> dict[str, Any]:
+    shown = ShownCheckpoint(state)
+    for callback in run.callbacks:
+        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
+    run.module.on_save_checkpoint(shown)
+    return _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
 
 
 def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""ElasticRanks: callback with which a run continues without ranks that were killed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.checkpoint.commit import absolute
+from roomier.core.device.rng import rng_state
+from roomier.core.errors import RoomierError
+from roomier.core.tree import map_tensors
+from roomier.run.logged.metric_state import metric_states, metrics_of
+from roomier.run.run import Run, run_of
+
+if TYPE_CHECKING:  # a single rank does not need it
+    from roomier.launch.lost import LossWatch
+
+_PLAIN_FEEDS = ("ordered", "list")  # other feeds have a position on each rank, which is lost with the rank
+
+
+class ElasticRanks(Callback):
+    """Callback with which a run on one machine continues without ranks that were killed, for example because the
+    machine ran out of memory.
+
+    The processes of the other ranks survive. They form a new process group, divide the same global batch among
+    themselves, and open the run again, as if ``fit`` were called with ``ckpt_path``, so hooks such as ``setup`` and
+    ``on_fit_start`` are called again. With ``strategy="ddp"``, they continue from the state of the survivor that
+    completed the most steps, so no completed step is repeated. With other strategies, a part of the state is lost, so
+    they continue from the newest snapshot of :class:`PeerSnapshots`, or from the newest checkpoint of the run.
+
+    The run ends, as without this callback, if rank 0 is killed, if a rank raises an error, if a further rank is killed
+    while the others form the new process group, or if there is no state from which the run can continue.
+
+    Args:
+        place: folder in memory, through which a survivor passes its state to the others.
+
+    Raises:
+        RoomierError: when training starts, if roomier did not start the ranks, or if they run on several machines or on
+            accelerators.
+
+    Example:
+        >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
+    """
+
+    reads_parameters = False
+
+    def __init__(self, place: str | Path = "/dev/shm") -> None:
+        self.place = absolute(place)
+        self.received: Path | None = None
+        self.held: dict[str, Any] | None = None
+        self.is_at_save_point = False
+        self._watch: LossWatch | None = None
+        self._has_failed = False
+        self._step = -1
+
+    def take_watch(self) -> LossWatch | None:
+        """Return the watch of the last fit, which the caller must close; None if the fit ended without an error."""
+        watch, self._watch = self._watch, None
+        return watch
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        run = run_of(trainer, "ElasticRanks")
+        received, self.received = self.received, None
+        if received is not None:
+            run.saves.step = run.saves.path = None
+            run.ranks.barrier()  # all ranks have read the state
+            if run.ranks.is_zero:
+                shutil.rmtree(received)
+
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        run = run_of(trainer, "ElasticRanks")
+        self._has_failed, self.held, self._step = False, None, trainer.global_step
+        if run.ranks.is_alone:
+            return
+        from roomier.launch import group  # late import: a single rank does not need it
+
+        self._watch = group.watch_losses()
+        if self._watch is None:
+            problem = "requires ranks that roomier started on the CPUs of one machine"
+            action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"
+            raise RoomierError("callbacks", type(self).__name__, problem, action)
+        self._hold(run, is_at_save_point=True)
+
+    def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
+        if self._watch is not None and trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._hold(run_of(trainer, "ElasticRanks"), is_at_save_point=False)
+
+    def on_save_point(self, trainer: TrainerView, pl_module: Module) -> None:
+        if self._watch is not None:
+            self._hold(run_of(trainer, "ElasticRanks"), is_at_save_point=True)
+
+    def _hold(self, run: Run, *, is_at_save_point: bool) -> None:
+        """Keep the parts of the state that the next step changes before its update, without communication."""
+        parallel = run.plan.parallel
+        data = run.source
+        if parallel.strategy != "ddp" or parallel.num_peers > 1 or data.kind not in _PLAIN_FEEDS:
+            return
+        results = run.results.state(metrics_of(run.module), of_all_ranks=False)
+        self.is_at_save_point = is_at_save_point
+        self.held = {
+            "progress": run.progress.state(),
+            "random": {"0": rng_state()},
+            "data": data.state_dict(),
+            "results": map_tensors(_copied, results),
+            "metrics": {"0": metric_states(run.module)},
+            "buffers": {name: _copied(each) for name, each in run.engine.module.named_buffers()},
+        }
+
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
+        self._has_failed = True
+
+    def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        if not self._has_failed and (watch := self.take_watch()) is not None:
+            watch.close()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

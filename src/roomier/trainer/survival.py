@@ -1,0 +1,115 @@
+"""Continue a fit after ranks were killed; see :class:`ElasticRanks` and [Note: ranks that survive] in
+``docs/design/launch.md``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from roomier.api.module import network_of
+from roomier.callbacks.elastic_ranks import ElasticRanks
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.engine.divide import is_sharded
+from roomier.engine.structure import Structure
+from roomier.launch.failure import chain, is_of_lost_peer
+from roomier.plan.choices import averages_itself
+from roomier.run.progress import Progress
+from roomier.run.run import Run
+from roomier.run.settled import Request, Start
+from roomier.train.fit import is_validation_due
+from roomier.train.saving.save import save_alone
+from roomier.train.settling.job import global_batch_of
+from roomier.train.step import takes_closure
+from roomier.trainer.attributes import TrainerAttributes
+
+_TIMEOUT_S = 600.0  # a survivor can be in a long activity, such as a validation, before its next collective fails
+
+
+def structure_of(trainer: TrainerAttributes, request: Request) -> Structure | None:
+    """Return the structure of the module before a fit with ElasticRanks; None without this callback."""
+    return None if _elastic(trainer) is None else Structure(request.module)
+
+
+def continued(
+    trainer: TrainerAttributes, request: Request, structure: Structure | None, error: Exception
+) -> Request | None:
+    """Form a new process group without the ranks that were killed. Every survivor must call this function.
+
+    Args:
+        request: the fit that failed.
+        structure: the structure of the module before the fit.
+        error: the error that ended the fit on this rank.
+
+    Returns:
+        The request with which the fit continues; None if it cannot continue.
+    """
+    callback = _elastic(trainer)
+    watch = None if callback is None else callback.take_watch()
+    run = trainer.fitted
+    if watch is None or callback is None or structure is None or run is None:
+        return None
+    try:
+        survivors = watch.survivors(_own_step(run, callback), _TIMEOUT_S) if is_of_lost_peer(error) else None
+        if survivors is None:
+            return None
+        world = survivors.world_of(request.world)
+        is_held = survivors.step >= 0
+        after = f"continues after step {survivors.step}" if is_held else "returns to the newest snapshot or checkpoint"
+        notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} ranks")
+        # All ranks derive the name of the folder from the process that started them.
+        starter = os.getpid() if request.world.rank == 0 else os.getppid()
+        received = callback.place / f"roomier-state-{starter}"
+        if survivors.source == request.world.rank and is_held:
+            _write(run, callback, received)
+        start = Start(received if is_held else None, run.folder, batch=global_batch_of(run.plan, run.settled.data))
+        callback.received = received if is_held else None
+    finally:
+        watch.close()
+    plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
+    trainer.forget_runs(Progress(**run.progress.state()))
+    trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
+    if is_sharded(network_of(request.module)):
+        structure.restore()
+    del run
+    for each in chain(error):
+        traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and the run to the process groups
+    gc.collect()
+    from roomier.launch.group import rejoin  # late import: a single rank does not need it
+
+    rejoin(world)
+    return replace(request, plan=plan, world=world, fitted=None, continues=start)
+
+
+def _elastic(trainer: TrainerAttributes) -> ElasticRanks | None:
+    return next((each for each in trainer.callbacks if isinstance(each, ElasticRanks)), None)
+
+
+def _own_step(run: Run, callback: ElasticRanks) -> int:
+    """Return the step of which this rank has the complete state; -1 if the state is incomplete or divided."""
+    held, progress = callback.held, run.progress
+    if held is None or takes_closure(run) or averages_itself(run.plan.optimizer.name):
+        return -1
+    if run.plan.parallel.gradient_compression != "none" or not run.module.automatic_optimization:
+        return -1
+    stored = held["progress"]
+    is_same = (stored["global_step"], stored["num_batches"]) == (progress.global_step, progress.num_batches)
+    return progress.global_step if is_same else -1
+
+
+def _write(run: Run, callback: ElasticRanks, path: Path) -> None:
+    """Write the state of this rank to ``path``, for the other ranks."""
+    held, window = callback.held, run.now.window
+    assert held is not None
+    if not callback.is_at_save_point:  # the step failed after its update, so the continued run completes the step
+        assert window is not None
+        run.progress.load(held["progress"])
+        is_due = bool(run.batches.evaluated) and run.options.val_check_interval_s is None
+        held["progress"]["is_validation_due"] = is_due and is_validation_due(run, window.first_batch)
+        held["progress"]["is_epoch_end_due"] = run.progress.batch_idx >= run.batches.num_training
+    shutil.rmtree(path, ignore_errors=True)
+    save_alone(run, path, held)
