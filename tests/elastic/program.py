@@ -34,7 +34,8 @@ class Kill(roomier.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.num_fits += 1
-        self.begun, size = trainer.global_step, trainer.world.size
+        self.begun = self.ended = trainer.global_step
+        size = trainer.world.size
         self.victim, self.after = self.draw.randrange(1, max(2, size)), self.draw.randrange(1, 4)
         self.delay_s = self.draw.random() * 1.5 * STEP_S
 
@@ -46,8 +47,10 @@ class Kill(roomier.Callback):
         time.sleep(STEP_S)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        with (NOTES / f"ended-{os.getpid()}.txt").open("a") as file:
-            file.write(f"{trainer.global_step} {trainer.world.size} {time.time()}\n")
+        if trainer.global_step != self.ended:
+            self.ended = trainer.global_step
+            with (NOTES / f"ended-{os.getpid()}.txt").open("a") as file:
+                file.write(f"{trainer.global_step} {trainer.world.size} {time.time()}\n")
 
 
 def main() -> None:

@@ -491,10 +491,10 @@ def forget_sharding(module: nn.Module) -> None:
     This function does not restore the class, the hooks and the parameters of the module.
     """
     from torch.distributed import _composable_state
-    from torch.distributed._composable import contract
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     _composable_state._module_state_mapping.pop(module, None)
-    for key in (contract.STATE_KEY, contract.REGISTRY_KEY):
+    for key in (STATE_KEY, REGISTRY_KEY):
         module.__dict__.pop(key, None)
 
 
