@@ -1,12 +1,13 @@
-"""Train on ranks that are killed at random moments: ``program.py NOTES STRATEGY NUM_KILLS SEED NUM_RANKS``.
+"""Train on ranks that are killed at random moments: ``program.py NOTES STRATEGY NUM_KILLS SEED WHAT``.
 
-A process besides the ranks kills one of them at a random moment of a random step. Each rank writes the samples and the
-losses of its steps to ``NOTES``, and the time of each completed step.
+In each of the first ``NUM_KILLS`` fits, another process kills a rank at a random moment of a random step. Each rank
+writes the samples and the losses of its steps, and the time of each completed step, to ``NOTES``. WHAT changes the last
+of these fits: ``zero`` kills rank 0, ``raises`` raises an error instead of the kill, and ``again`` kills a further rank
+while the fit is opened again.
 """
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -16,37 +17,43 @@ from typing import Any
 import torch
 
 import roomier
-from roomier.callbacks import ElasticRanks, ModelCheckpoint, PeerSnapshots
+from roomier.callbacks import ElasticRanks, PeerSnapshots
 from tests.engines.training import GLOBAL_BATCH, Model, Numbered
 
-STARTED_S = time.time()
 NOTES, STRATEGY = Path(sys.argv[1]), sys.argv[2]
-NUM_KILLS, SEED, NUM_RANKS = map(int, sys.argv[3:6])
-STEP_S = 0.03
+NUM_KILLS, SEED, WHAT = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+NUM_RANKS, STEP_S = 4, 0.03
 
 
-class Kill(roomier.Callback):
-    """Let another process kill a rank in each of the first ``NUM_KILLS`` fits, and note the completed steps."""
+class Failing(roomier.Callback):
+    """Callback that notes each completed step, and lets ranks fail."""
 
     def __init__(self) -> None:
         self.draw = random.Random(SEED)
         self.num_fits = 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if WHAT == "again" and self.num_fits == NUM_KILLS and trainer.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.num_fits += 1
-        self.begun = self.ended = trainer.global_step
-        size = trainer.world.size
-        self.victim, self.after = self.draw.randrange(1, max(2, size)), self.draw.randrange(1, 4)
-        self.delay_s = self.draw.random() * 1.5 * STEP_S
+        self.ended, size = trainer.global_step, trainer.world.size
+        self.fails_in = trainer.global_step + self.draw.randrange(1, 4)
+        is_zero = size == 1 or (WHAT == "zero" and self.num_fits == NUM_KILLS)
+        self.failing, self.delay_s = 0 if is_zero else self.draw.randrange(1, size), self.draw.random() * 2 * STEP_S
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if self.num_fits <= NUM_KILLS and trainer.global_rank == self.victim:
-            if trainer.global_step == self.begun + self.after:
-                code = f"import os, time; time.sleep({self.delay_s}); os.kill({os.getpid()}, 9)"
-                subprocess.Popen([sys.executable, "-S", "-c", f"print(flush=True); {code}"], stdout=subprocess.PIPE).stdout.read(1)
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        is_failing = self.num_fits <= NUM_KILLS and trainer.global_rank == self.failing
+        if is_failing and trainer.global_step == self.fails_in:
+            if WHAT == "raises":
+                raise ValueError("a mistake of the user")
+            note = f"date +%s.%N > {NOTES}/killed-{self.num_fits}; kill -9 {os.getpid()}"
+            subprocess.Popen(["sh", "-c", f"sleep {self.delay_s}; {note}"])
+            self.fails_in = -1
         time.sleep(STEP_S)
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self.ended:
             self.ended = trainer.global_step
             with (NOTES / f"ended-{os.getpid()}.txt").open("a") as file:
@@ -55,14 +62,14 @@ class Kill(roomier.Callback):
 
 def main() -> None:
     roomier.seed_everything(0)
-    callbacks = [Kill(), ElasticRanks(), *([] if STRATEGY == "ddp" else [PeerSnapshots(1)])]
+    places = {"place": NOTES / "memory"}
     trainer = roomier.Trainer(
         max_epochs=5,
         devices=NUM_RANKS,
         accelerator="cpu",
         strategy=STRATEGY,
         logger=False,
-        callbacks=callbacks,
+        callbacks=[Failing(), ElasticRanks(**places), *([] if STRATEGY == "ddp" else [PeerSnapshots(1, **places)])],
         enable_checkpointing=STRATEGY != "ddp",
         enable_progress_bar=False,
         enable_plan_table=False,
@@ -70,7 +77,7 @@ def main() -> None:
         default_root_dir=NOTES / "runs",
     )
     data = torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH // NUM_RANKS, shuffle=True)
-    trainer.fit(Model(NOTES), data)
+    trainer.fit(Model(NOTES), data, torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH))
     named = trainer.engine.weights()
     weights = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
     if trainer.is_global_zero:

@@ -65,13 +65,12 @@ class ElasticRanks(Callback):
         return watch
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        run = run_of(trainer, "ElasticRanks")
-        received, self.received = self.received, None
+        run, received = run_of(trainer, "ElasticRanks"), self.received
         if received is not None:
-            run.saves.step = run.saves.path = None
+            if run.saves.path is not None and run.saves.path.parent == received:
+                run.saves.step = run.saves.path = None
             run.ranks.barrier()  # all ranks have read the state
-            if run.ranks.is_zero:
-                shutil.rmtree(received)
+            self._remove(trainer)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run = run_of(trainer, "ElasticRanks")
@@ -85,6 +84,9 @@ class ElasticRanks(Callback):
             problem = "requires ranks that roomier started on the CPUs of one machine"
             action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
+        if not self.place.is_dir():
+            action = "Pass a folder in memory, such as '/dev/shm'"
+            raise RoomierError("ElasticRanks(place)", str(self.place), "is not a folder", action)
         self._hold(run, is_at_save_point=True)
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
@@ -116,7 +118,13 @@ class ElasticRanks(Callback):
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._has_failed = True
 
+    def _remove(self, trainer: TrainerView) -> None:
+        received, self.received = self.received, None
+        if received is not None and trainer.world.is_global_zero:
+            shutil.rmtree(received, ignore_errors=True)
+
     def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        self._remove(trainer)
         if not self._has_failed and (watch := self.take_watch()) is not None:
             watch.close()
 

@@ -8,11 +8,13 @@ rank whose connection to the killed rank is not in use would otherwise wait for 
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -22,7 +24,7 @@ from roomier.core.errors import TrainingError
 from roomier.core.ranks import close_connections
 from roomier.core.world import World
 from roomier.launch.failure import PATIENCE_S
-from roomier.launch.watch import Children
+from roomier.launch.watch import Children, ended
 
 _POLL_S = 0.05
 _LOST, _SURVIVORS = "roomier/lost", "roomier/survivors"
@@ -37,12 +39,14 @@ class Survivors:
         lost: descriptions of the ends of the other ranks.
         step: newest step of which a survivor has the complete state; -1 if there is none.
         source: previous number of a survivor that has the state of ``step``.
+        folder: empty folder in memory, through which this survivor passes its state to the others.
     """
 
     ranks: list[int]
     lost: list[str]
     step: int
     source: int
+    folder: str
 
     def world_of(self, world: World) -> World:
         """Return the new position of the rank whose position was ``world``."""
@@ -74,11 +78,13 @@ class LossWatch:
         if self._children is not None:
             self._children.may_lose = False
 
-    def survivors(self, step: int, timeout_s: float) -> Survivors | None:
+    def survivors(self, progress: tuple[int, bool], place: Path, timeout_s: float) -> Survivors | None:
         """Agree with the other ranks on the survivors. Every survivor must call this method.
 
         Args:
-            step: step of which this rank has the complete state; -1 if it has none.
+            progress: step of which this rank has the complete state, or -1 if it has none; and True if no work is left
+                in this step. The survivor with the largest value is the source.
+            place: folder in which rank 0 creates the folder for the state.
             timeout_s: maximum time to wait for the other survivors in seconds.
 
         Returns:
@@ -90,21 +96,22 @@ class LossWatch:
         if not self._is_lost.wait(PATIENCE_S):
             return None
         store, until = self._connect(), time.monotonic() + timeout_s
-        store.set(f"{_SURVIVORS}/{self._world.rank}", str(step))
+        store.set(f"{_SURVIVORS}/{self._world.rank}", json.dumps(progress))
         while self._children is None and not store.check([_SURVIVORS]):
             self._sleep(until, 0)
         while self._children is not None and not store.check([_SURVIVORS]):
-            lost = self._children.lost()
+            lost = self._children.codes()
             ranks = [rank for rank in range(self._world.size) if rank not in lost]
             missing = [rank for rank in ranks if not store.check([f"{_SURVIVORS}/{rank}"])]
             if missing:
                 self._sleep(until, missing[0])
                 continue
-            steps = {rank: int(store.get(f"{_SURVIVORS}/{rank}")) for rank in ranks}
-            source = max(steps, key=steps.__getitem__)
-            ends = [f"rank {rank} {end}" for rank, end in lost.items()]
+            found = {rank: json.loads(store.get(f"{_SURVIVORS}/{rank}")) for rank in ranks}
+            source = max(found, key=found.__getitem__)
+            ends = [f"rank {rank} {ended(code)}" for rank, code in lost.items()]
+            folder = tempfile.mkdtemp(prefix="roomier-state-", dir=place)  # only this user can write to this folder
             self._children.keep(ranks)
-            store.set(_SURVIVORS, json.dumps([ranks, ends, steps[source], source]))
+            store.set(_SURVIVORS, json.dumps([ranks, ends, found[source][0], source, folder]))
         return Survivors(*json.loads(store.get(_SURVIVORS)))
 
     def _sleep(self, until: float, rank: int) -> None:
@@ -117,7 +124,7 @@ class LossWatch:
         with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
             store = self._connect()
             while not self._stop.wait(_POLL_S):
-                if self._children is not None and not self._is_lost.is_set() and self._children.lost():
+                if self._children is not None and any(code < 0 for code in self._children.codes().values()):
                     store.set(_LOST, "")
                 if self._is_lost.is_set() or store.check([_LOST]):
                     self._is_lost.set()

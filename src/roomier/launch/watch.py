@@ -52,10 +52,10 @@ class Children:
                 return rank, self._how(process.returncode)
         return None
 
-    def lost(self) -> dict[int, str]:
-        """Return descriptions of the ends of the ranks that signals such as SIGKILL ended, keyed by rank."""
+    def codes(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that have ended. The code is negative after a signal such as SIGKILL."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: ended(code) for rank, code in codes.items() if code is not None and code < 0}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def keep(self, ranks: Sequence[int]) -> None:
         """Watch only ``ranks``, which include this process, and number them by their positions in ``ranks``."""

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import traceback
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,7 @@ def structure_of(trainer: TrainerAttributes, request: Request) -> Structure | No
     return None if _elastic(trainer) is None else Structure(request.module)
 
 
-def continued(
-    trainer: TrainerAttributes, request: Request, structure: Structure | None, error: Exception
-) -> Request | None:
+def continued(trainer: TrainerAttributes, request: Request, structure: Structure, error: Exception) -> Request | None:
     """Form a new process group without the ranks that were killed. Every survivor must call this function.
 
     Args:
@@ -50,24 +48,23 @@ def continued(
     """
     callback = _elastic(trainer)
     watch = None if callback is None else callback.take_watch()
-    run = trainer.fitted
-    if watch is None or callback is None or structure is None or run is None:
+    if watch is None or callback is None:
         return None
+    run = trainer.fitted
+    assert run is not None
     try:
-        survivors = watch.survivors(_own_step(run, callback), _TIMEOUT_S) if is_of_lost_peer(error) else None
+        own = _own_step(run, callback), callback.is_at_save_point
+        survivors = watch.survivors(own, callback.place, _TIMEOUT_S) if is_of_lost_peer(error) else None
         if survivors is None:
             return None
-        world = survivors.world_of(request.world)
+        world, state = survivors.world_of(request.world), Path(survivors.folder) / "state"
         is_held = survivors.step >= 0
         after = f"continues after step {survivors.step}" if is_held else "returns to the newest snapshot or checkpoint"
         notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} ranks")
-        # All ranks derive the name of the folder from the process that started them.
-        starter = os.getpid() if request.world.rank == 0 else os.getppid()
-        received = callback.place / f"roomier-state-{starter}"
+        callback.received = state.parent
         if survivors.source == request.world.rank and is_held:
-            _write(run, callback, received)
-        start = Start(received if is_held else None, run.folder, batch=global_batch_of(run.plan, run.settled.data))
-        callback.received = received if is_held else None
+            _write(run, callback, state)
+        start = Start(state if is_held else None, run.folder, batch=global_batch_of(run.plan, run.settled.data))
     finally:
         watch.close()
     plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
@@ -81,7 +78,10 @@ def continued(
     gc.collect()
     from roomier.launch.group import rejoin  # late import: a single rank does not need it
 
-    rejoin(world)
+    with ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, state.parent, ignore_errors=True)
+        rejoin(world)
+        on_failure.pop_all()
     return replace(request, plan=plan, world=world, fitted=None, continues=start)
 
 
@@ -111,5 +111,4 @@ def _write(run: Run, callback: ElasticRanks, path: Path) -> None:
         is_due = bool(run.batches.evaluated) and run.options.val_check_interval_s is None
         held["progress"]["is_validation_due"] = is_due and is_validation_due(run, window.first_batch)
         held["progress"]["is_epoch_end_due"] = run.progress.batch_idx >= run.batches.num_training
-    shutil.rmtree(path, ignore_errors=True)
     save_alone(run, path, held)

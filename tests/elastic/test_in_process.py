@@ -1,0 +1,96 @@
+"""ElasticRanks: a run continues in the same processes after other ranks were killed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from roomier.launch.environment import RANK_VARIABLES
+from tests.engines.training import check_same, train
+
+PROGRAM = Path(__file__).parent / "program.py"
+NUM_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    notes = tmp_path_factory.mktemp("undisturbed")
+    train(notes, 5, None, 0.0, 1, default_root_dir=notes / "runs")
+    return notes
+
+
+def run(notes: Path, strategy: str, num_kills: int, seed: int, what: str = "") -> tuple[int, str, float]:
+    """Run the program. Return its exit code, its messages, and the time at which it was started."""
+    (notes / "memory").mkdir()
+    environ = {
+        name: value for name, value in os.environ.items() if name not in (*RANK_VARIABLES, "PYTEST_CURRENT_TEST")
+    }
+    words = [sys.executable, str(PROGRAM), str(notes), strategy, str(num_kills), str(seed), what]
+    with subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        started_s = psutil.Process(process.pid).create_time()
+        return process.wait(120), process.stderr.read() if process.stderr else "", started_s
+
+
+def ended(notes: Path) -> Iterator[list[tuple[int, int, float]]]:
+    """Yield the completed steps of each process: the step, the number of ranks, and the time."""
+    for path in notes.glob("ended-*.txt"):
+        rows = [line.split() for line in path.read_text().splitlines()]
+        yield [(int(step), int(size), float(time_s)) for step, size, time_s in rows]
+
+
+def ratios(notes: Path, started_s: float) -> list[float]:
+    """Return the times from the kills to the next step, divided by the time from the start to the first step."""
+    rows = max(ended(notes), key=len)
+    sizes = sorted({size for _, size, _ in rows}, reverse=True)
+    firsts = [min(time_s for _, each, time_s in rows if each == size) for size in sizes]
+    kills = [float((notes / f"killed-{number}").read_text()) for number in range(1, len(sizes))]
+    return [(first - kill) / (firsts[0] - started_s) for first, kill in zip(firsts[1:], kills, strict=True)]
+
+
+def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) -> list[float]:
+    code, messages, started_s = run(notes, strategy, 2, seed)
+    assert code == 0, messages
+    assert "on 3 ranks" in messages
+    assert "on 2 ranks" in messages
+    check_same(notes, undisturbed, 1e-5)
+    of_survivors = [steps for each in ended(notes) if (steps := [step for step, _, _ in each])[-1] == NUM_STEPS]
+    assert len(of_survivors) == 2
+    for steps in of_survivors:
+        assert set(steps) == set(range(1, NUM_STEPS + 1))
+        assert len(steps) - NUM_STEPS <= (0 if strategy == "ddp" else 2)  # a snapshot after each step
+    assert not list((notes / "memory").rglob("state*"))
+    return ratios(notes, started_s)
+
+
+def test_replicas_repeat_no_completed_step(tmp_path: Path, undisturbed: Path) -> None:
+    found = check_continued(tmp_path, undisturbed, "ddp", 0)
+    assert max(found) < 0.5
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_shards_continue_from_the_newest_snapshot(tmp_path: Path, undisturbed: Path, strategy: str) -> None:
+    check_continued(tmp_path, undisturbed, strategy, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_kills_at_any_moment(tmp_path: Path, undisturbed: Path, strategy: str, seed: int) -> None:
+    check_continued(tmp_path, undisturbed, strategy, 10 + seed)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("zero", "Killed"), ("raises", "a mistake of the user"), ("again", "rank 1 was terminated by SIGKILL")],
+)
+def test_other_failures_end_the_run(tmp_path: Path, what: str, cause: str) -> None:
+    code, messages, _ = run(tmp_path, "ddp", 1, 0, what)
+    assert code != 0
+    assert "training is complete" not in messages
+    assert cause in messages or what == "zero"
