@@ -53,9 +53,10 @@ class Children:
         return None
 
     def codes(self) -> dict[int, int]:
-        """Return the exit codes of the ranks that have ended. The code is negative after a signal such as SIGKILL."""
+        """Return the exit codes of the ranks that have ended, which are negative after a signal such as SIGKILL; empty
+        if this process ends the run, because it then kills ranks itself."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        return {} if self._failed is not None else {rank: code for rank, code in codes.items() if code is not None}
 
     def keep(self, ranks: Sequence[int]) -> None:
         """Watch only ``ranks``, which include this process, and number them by their positions in ``ranks``."""
