@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import traceback
 from contextlib import ExitStack
@@ -74,8 +73,7 @@ def continued(trainer: TrainerAttributes, request: Request, structure: Structure
         structure.restore()
     del run
     for each in chain(error):
-        traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and the run to the process groups
-    gc.collect()
+        traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
     from roomier.launch.group import rejoin  # late import: a single rank does not need it
 
     with ExitStack() as on_failure:
