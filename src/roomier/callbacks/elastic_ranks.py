@@ -19,7 +19,7 @@ from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, run_of
 
 if TYPE_CHECKING:  # a single rank does not need it
-    from roomier.launch.lost import LossWatch
+    from roomier.launch.survivors import KillWatch
 
 _PLAIN_FEEDS = ("ordered", "list")  # other feeds have a position on each rank, which is lost with the rank
 
@@ -55,11 +55,11 @@ class ElasticRanks(Callback):
         self.received: Path | None = None
         self.held: dict[str, Any] | None = None
         self.is_at_save_point = False
-        self._watch: LossWatch | None = None
+        self._watch: KillWatch | None = None
         self._has_failed = False
         self._step = -1
 
-    def take_watch(self) -> LossWatch | None:
+    def take_watch(self) -> KillWatch | None:
         """Return the watch of the last fit, which the caller must close; None if the fit ended without an error."""
         watch, self._watch = self._watch, None
         return watch
@@ -79,7 +79,7 @@ class ElasticRanks(Callback):
             return
         from roomier.launch import group  # late import: a single rank does not need it
 
-        self._watch = group.watch_losses()
+        self._watch = group.watch_kills()
         if self._watch is None:
             problem = "requires ranks that roomier started on the CPUs of one machine"
             action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"

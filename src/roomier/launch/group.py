@@ -26,9 +26,9 @@ from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, Launch, export, launch_of
 from roomier.launch.failure import FailureNews
-from roomier.launch.lost import LossWatch
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.start import start_ranks
+from roomier.launch.survivors import KillWatch
 from roomier.launch.watch import Children
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
@@ -40,7 +40,7 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 _NUM_FILES = 24  # files that a rank opens in addition to one connection per rank
 
 _news: FailureNews | None = None
-_watch_losses: Callable[[], LossWatch] | None = None
+_watch_kills: Callable[[], KillWatch] | None = None
 _rejoin: Callable[[World], None] | None = None
 
 
@@ -77,7 +77,7 @@ def initialize(world: World, device_type: str) -> None:
 
 
 def _join(world: World, device_type: str, store: TCPStore, children: Children | None, news: FailureNews) -> None:
-    global _watch_losses, _rejoin
+    global _watch_kills, _rejoin
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
 
@@ -92,14 +92,14 @@ def _join(world: World, device_type: str, store: TCPStore, children: Children | 
         children.have_met = True
     heartbeat.prepare(world, connect, news)
     if STARTED_BY_ROOMIER in os.environ and world.local_size == world.size and device_type == "cpu":
-        _watch_losses = partial(LossWatch, world, connect, children)
+        _watch_kills = partial(KillWatch, world, connect, children)
         _rejoin = partial(_join, device_type=device_type, store=store, children=children, news=news)
 
 
-def watch_losses() -> LossWatch | None:
+def watch_kills() -> KillWatch | None:
     """Watch for killed ranks, without which the run continues; None if another launcher started the ranks, or if they
     run on several machines or on accelerators."""
-    return None if _watch_losses is None else _watch_losses()
+    return None if _watch_kills is None else _watch_kills()
 
 
 def rejoin(world: World) -> None:

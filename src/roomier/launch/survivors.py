@@ -54,7 +54,7 @@ class Survivors:
         return World(rank, size, local_rank=rank, local_size=size)
 
 
-class LossWatch:
+class KillWatch:
     """Thread that learns that a rank was killed, and then ends the collectives of this process.
 
     Args:
