@@ -15,6 +15,7 @@ from roomier.checkpoint.commit import absolute
 from roomier.core.device.rng import rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
+from roomier.engine.structure import Structure
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, run_of
 
@@ -55,6 +56,7 @@ class ElasticRanks(Callback):
         self.received: Path | None = None
         self.held: dict[str, Any] | None = None
         self.is_at_save_point = False
+        self.structure: Structure | None = None
         self._watch: KillWatch | None = None
         self._has_failed = False
         self._step = -1
@@ -63,6 +65,9 @@ class ElasticRanks(Callback):
         """Return the watch of the last fit, which the caller must close; None if the fit ended without an error."""
         watch, self._watch = self._watch, None
         return watch
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        self.structure = Structure(pl_module)
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run, received = run_of(trainer, "ElasticRanks"), self.received

@@ -68,8 +68,7 @@ class Request:
         state: the loop that is running. The loops update it.
         fitted: the last fit of the same Trainer, or None.
         cut: function that changes the size of a fit's micro-batches for the tuner, or None.
-        continues: the start of a fit that continues after ranks were killed, or None. Without a checkpoint in this
-            start, the fit continues from the newest checkpoint in its folder.
+        continues: the start of a fit that continues on fewer ranks, or None. See ``train/saving/restore.py``.
     """
 
     stage: str

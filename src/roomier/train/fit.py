@@ -98,7 +98,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
     done = progress.num_batches if step.counts_batches else progress.global_step
     if done // log_interval > step.first_step // log_interval or run.now.is_stop_agreed:
         log_step(run)
-    if run.batches.evaluated and is_validation_due(run, step.first_batch, step.validated_s):
+    if run.batches.evaluated and is_validation_due(run, step):
         validate_within_fit(run)
         step.validated_s = time.monotonic()
     if schedulers.watch_each_step and has_stepped:
@@ -230,14 +230,10 @@ def log_step(run: Run, *, is_last: bool = False) -> None:
     run.log_metrics(row, own)
 
 
-def is_validation_due(run: Run, first_batch: int, validated_s: float = 0.0) -> bool:
+def is_validation_due(run: Run, step: TrainingStep) -> bool:
     """Return True if a multiple of the validation interval was reached in this window, or training stops.
 
     If the interval is a time, the ranks agree on it in each step.
-
-    Args:
-        first_batch: index in the epoch of the first micro-batch of this window.
-        validated_s: time on the monotonic clock when training began, or when the last validation after a step ended.
     """
     progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval
     if every_n_epoch is not None and (progress.epoch + 1) % every_n_epoch:
@@ -245,9 +241,9 @@ def is_validation_due(run: Run, first_batch: int, validated_s: float = 0.0) -> b
     if run.now.is_stop_agreed and run.has_minimum:
         return True
     if (interval_s := run.options.val_check_interval_s) is not None:
-        return any(run.ranks.gather(time.monotonic() - validated_s >= interval_s))
+        return any(run.ranks.gather(time.monotonic() - step.validated_s >= interval_s))
     done = progress.num_batches if every_n_epoch is None else progress.batch_idx
-    return done // interval > (done - progress.batch_idx + first_batch) // interval
+    return done // interval > (done - progress.batch_idx + step.first_batch) // interval
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:

@@ -8,13 +8,13 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from roomier.api.module import network_of
 from roomier.callbacks.elastic_ranks import ElasticRanks
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.divide import is_sharded
-from roomier.engine.structure import Structure
 from roomier.launch.failure import chain, is_of_lost_peer
 from roomier.plan.choices import averages_itself
 from roomier.run.progress import Progress
@@ -29,23 +29,20 @@ from roomier.trainer.attributes import TrainerAttributes
 _TIMEOUT_S = 600.0  # a survivor can be in a long activity, such as a validation, before its next collective fails
 
 
-def structure_of(trainer: TrainerAttributes, request: Request) -> Structure | None:
-    """Return the structure of the module before a fit with ElasticRanks; None without this callback."""
-    return None if _elastic(trainer) is None else Structure(request.module)
-
-
-def continued(trainer: TrainerAttributes, request: Request, structure: Structure, error: Exception) -> Request | None:
+def continued(trainer: TrainerAttributes, request: Request, error: Exception) -> Request | None:
     """Form a new process group without the ranks that were killed. Every survivor must call this function.
 
     Args:
         request: the fit that failed.
-        structure: the structure of the module before the fit.
         error: the error that ended the fit on this rank.
 
     Returns:
         The request with which the fit continues; None if it cannot continue.
+
+    Raises:
+        RoomierError: the survivors could not form a process group.
     """
-    callback = _elastic(trainer)
+    callback = next((each for each in trainer.callbacks if isinstance(each, ElasticRanks)), None)
     watch = None if callback is None else callback.take_watch()
     if watch is None or callback is None:
         return None
@@ -70,7 +67,8 @@ def continued(trainer: TrainerAttributes, request: Request, structure: Structure
     trainer.forget_runs(Progress(**run.progress.state()))
     trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
     if is_sharded(network_of(request.module)):
-        structure.restore()
+        assert callback.structure is not None
+        callback.structure.restore()
     del run
     for each in chain(error):
         traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
@@ -81,10 +79,6 @@ def continued(trainer: TrainerAttributes, request: Request, structure: Structure
         rejoin(world)
         on_failure.pop_all()
     return replace(request, plan=plan, world=world, fitted=None, continues=start)
-
-
-def _elastic(trainer: TrainerAttributes) -> ElasticRanks | None:
-    return next((each for each in trainer.callbacks if isinstance(each, ElasticRanks)), None)
 
 
 def _own_step(run: Run, callback: ElasticRanks) -> int:
@@ -101,12 +95,12 @@ def _own_step(run: Run, callback: ElasticRanks) -> int:
 
 def _write(run: Run, callback: ElasticRanks, path: Path) -> None:
     """Write the state of this rank to ``path``, for the other ranks."""
-    held, window = callback.held, run.now.window
+    held = callback.held
     assert held is not None
     if not callback.is_at_save_point:  # the step failed after its update, so the continued run completes the step
-        assert window is not None
+        window: Any = run.now.window  # contains the first batch of the step
         run.progress.load(held["progress"])
         is_due = bool(run.batches.evaluated) and run.options.val_check_interval_s is None
-        held["progress"]["is_validation_due"] = is_due and is_validation_due(run, window.first_batch)
+        held["progress"]["is_validation_due"] = is_due and is_validation_due(run, window)
         held["progress"]["is_epoch_end_due"] = run.progress.batch_idx >= run.batches.num_training
     save_alone(run, path, held)

@@ -48,14 +48,11 @@ from roomier.trainer.lightning.checkpoints import save_lightning_file, saves_fil
 from roomier.trainer.lightning.views import PredictLoop
 from roomier.trainer.report import by_loader, metrics_table, report_end
 from roomier.trainer.session import request_of, session
-from roomier.trainer.survival import continued, structure_of
+from roomier.trainer.survival import continued
 from roomier.trainer.tuner.before_fit import check_flags, tune, write_picture
 from roomier.trainer.tuner.trial import Subject
 
 if TYPE_CHECKING:
-    from roomier.run.settled import Request
-    from roomier.trainer.tuner.range_test import LearningRateCurve
-
     OptimizerArgument = dict[str, Any] | str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 else:  # the command line reads this type, and accepts a name or a dict
     OptimizerArgument = dict[str, Any] | str | None
@@ -268,30 +265,26 @@ class Trainer(TrainerAttributes):
             given = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "weights": weights}
             call_in_notebook(self, "fit", dict(given, model=model, datamodule=datamodule, ckpt_path=ckpt_path))
             return
-        curve = None
+        curve = run = None
         if self.auto_lr_find or self.auto_scale_batch_size:
             curve = tune(self, Subject.of(model, train_dataloaders, datamodule, weights), ckpt_path)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         request = request_of(self, "fit", model, loaders, datamodule, ckpt_path, weights)
-        structure = structure_of(self, request)
         while True:
             try:
-                self._fit(request, curve)
+                with session(self, request) as run:
+                    if curve is not None:
+                        write_picture(curve, run)
+                    start_fit(run)
+                    fit(run)
+                    end_fit(run)
+                    report_end(self, run)
                 return
             except Exception as error:
-                following = None if structure is None else continued(self, request, structure, error)
-                if following is None:
+                run = None  # frees the optimizer states before the fit is opened again
+                if (following := continued(self, request, error)) is None:
                     raise
                 request = following
-
-    def _fit(self, request: Request, curve: LearningRateCurve | None) -> None:
-        with session(self, request) as run:
-            if curve is not None:
-                write_picture(curve, run)
-            start_fit(run)
-            fit(run)
-            end_fit(run)
-            report_end(self, run)
 
     def validate(
         self,
