@@ -39,9 +39,9 @@ class Failing(roomier.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.num_fits += 1
         self.ended, size = trainer.global_step, trainer.world.size
-        self.fails_in = trainer.global_step + self.draw.randrange(1, 4)
+        self.fails_in = trainer.global_step + self.draw.randrange(1, 7)
         is_zero = size == 1 or (WHAT == "zero" and self.num_fits == NUM_KILLS)
-        self.failing, self.delay_s = 0 if is_zero else self.draw.randrange(1, size), self.draw.random() * 2 * STEP_S
+        self.failing, self.delay_s = 0 if is_zero else self.draw.randrange(1, size), self.draw.random() * 4 * STEP_S
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         is_failing = self.num_fits <= NUM_KILLS and trainer.global_rank == self.failing
@@ -58,6 +58,14 @@ class Failing(roomier.Callback):
             self.ended = trainer.global_step
             with (NOTES / f"ended-{os.getpid()}.txt").open("a") as file:
                 file.write(f"{trainer.global_step} {trainer.world.size} {time.time()}\n")
+
+
+class Validated(Model):
+    """Model with a validation, during which a rank can be killed."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(STEP_S)
+        self.log("val_loss", self.net(batch[0]).mean())
 
 
 def main() -> None:
@@ -77,7 +85,7 @@ def main() -> None:
         default_root_dir=NOTES / "runs",
     )
     data = torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH // NUM_RANKS, shuffle=True)
-    trainer.fit(Model(NOTES), data, torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH))
+    trainer.fit(Validated(NOTES), data, torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH))
     named = trainer.engine.weights()
     weights = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
     if trainer.is_global_zero:
