@@ -87,10 +87,10 @@ def test_kills_at_any_moment(tmp_path: Path, undisturbed: Path, strategy: str, s
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("what", "cause"),
-    [("zero", "Killed"), ("raises", "a mistake of the user"), ("again", "rank 1 was terminated by SIGKILL")],
+    [("zero", ""), ("raises", "a mistake of the user"), ("again", "rank 1 was terminated by SIGKILL")],
 )
 def test_other_failures_end_the_run(tmp_path: Path, what: str, cause: str) -> None:
     code, messages, _ = run(tmp_path, "ddp", 1, 0, what)
     assert code != 0
     assert "training is complete" not in messages
-    assert cause in messages or what == "zero"
+    assert cause in messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,9 @@ class ElasticRanks(Callback):
             return
         results = run.results.state(metrics_of(run.module), of_all_ranks=False)
         self.is_at_save_point = is_at_save_point
+        window = run.now.window
         self.held = {
+            "window": None if window is None else replace(window, batches=()),
             "progress": run.progress.state(),
             "random": {"0": rng_state()},
             "data": data.state_dict(),

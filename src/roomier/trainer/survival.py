@@ -8,7 +8,6 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from roomier.api.module import network_of
 from roomier.callbacks.elastic_ranks import ElasticRanks
@@ -48,34 +47,33 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
         return None
     run = trainer.fitted
     assert run is not None
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(watch.close)
         own = _own_step(run, callback), callback.is_at_save_point
         survivors = watch.survivors(own, callback.place, _TIMEOUT_S) if is_of_lost_peer(error) else None
         if survivors is None:
             return None
-        world, state = survivors.world_of(request.world), Path(survivors.folder) / "state"
-        is_held = survivors.step >= 0
+        world, is_held = survivors.world_of(request.world), survivors.step >= 0
         after = f"continues after step {survivors.step}" if is_held else "returns to the newest snapshot or checkpoint"
         notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} ranks")
-        callback.received = state.parent
-        if survivors.source == request.world.rank and is_held:
-            _write(run, callback, state)
-        start = Start(state if is_held else None, run.folder, batch=global_batch_of(run.plan, run.settled.data))
-    finally:
+        received = callback.received = Path(survivors.folder)
+        on_failure.callback(shutil.rmtree, received, ignore_errors=True)
+        checkpoint = received / "state" if is_held else None
+        if checkpoint is not None and survivors.source == request.world.rank:
+            _write(run, callback, checkpoint)
         watch.close()
-    plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
-    trainer.forget_runs(Progress(**run.progress.state()))
-    trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
-    if is_sharded(network_of(request.module)):
-        assert callback.structure is not None
-        callback.structure.restore()
-    del run
-    for each in chain(error):
-        traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
-    from roomier.launch.group import rejoin  # late import: a single rank does not need it
+        start = Start(checkpoint, run.folder, batch=global_batch_of(run.plan, run.settled.data))
+        plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
+        trainer.forget_runs(Progress(**run.progress.state()))
+        trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
+        if is_sharded(network_of(request.module)):
+            assert callback.structure is not None
+            callback.structure.restore()
+        del run
+        for each in chain(error):
+            traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
+        from roomier.launch.group import rejoin  # late import: a single rank does not need it
 
-    with ExitStack() as on_failure:
-        on_failure.callback(shutil.rmtree, state.parent, ignore_errors=True)
         rejoin(world)
         on_failure.pop_all()
     return replace(request, plan=plan, world=world, fitted=None, continues=start)
@@ -98,9 +96,8 @@ def _write(run: Run, callback: ElasticRanks, path: Path) -> None:
     held = callback.held
     assert held is not None
     if not callback.is_at_save_point:  # the step failed after its update, so the continued run completes the step
-        window: Any = run.now.window  # contains the first batch of the step
         run.progress.load(held["progress"])
         is_due = bool(run.batches.evaluated) and run.options.val_check_interval_s is None
-        held["progress"]["is_validation_due"] = is_due and is_validation_due(run, window)
+        held["progress"]["is_validation_due"] = is_due and is_validation_due(run, held["window"])
         held["progress"]["is_epoch_end_due"] = run.progress.batch_idx >= run.batches.num_training
     save_alone(run, path, held)
