@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
+from roomier.core.world import World
 from roomier.launch.environment import RANK_VARIABLES
+from roomier.launch.survivors import KillWatch
 from tests.engines.training import check_same, train
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -64,6 +69,46 @@ def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) ->
         assert len(steps) - NUM_STEPS <= (0 if strategy == "ddp" else 2)  # a snapshot after each step
     assert not list((notes / "memory").rglob("state*"))
     return ratios(notes, started_s)
+
+
+class Ended:
+    """Ranks that rank 0 started, one of which was killed."""
+
+    may_lose = False
+
+    def codes(self) -> dict[int, int]:
+        return {2: -9}
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        self.kept = list(ranks)
+
+
+@pytest.mark.parametrize(
+    ("progress", "step", "source"),
+    [
+        ([(4, True), (5, False), (4, True)], 5, 1),  # survivors are one step apart
+        ([(5, False), (5, False), (5, True)], 5, 3),  # this survivor has already validated
+        ([(-1, False), (-1, False), (-1, False)], -1, 0),
+    ],
+)
+def test_survivors_agree_on_the_most_advanced_state(
+    tmp_path: Path, progress: list[tuple[int, bool]], step: int, source: int
+) -> None:
+    store, children = HashStore(), Ended()
+    worlds = [World(rank, 4, local_rank=rank, local_size=4) for rank in (0, 1, 3)]
+    watches = [KillWatch(each, lambda: store, cast(Any, children) if each.rank == 0 else None) for each in worlds]
+    assert children.may_lose
+    with ThreadPoolExecutor() as pool:
+        found = list(
+            pool.map(lambda pair: pair[0].survivors(pair[1], tmp_path, 10.0), zip(watches, progress, strict=True))
+        )
+    for watch in watches:
+        watch.close()
+    assert not children.may_lose
+    assert found[0] is not None
+    assert found == [found[0]] * 3
+    assert (found[0].step, found[0].source, children.kept) == (step, source, [0, 1, 3])
+    assert [found[0].world_of(each).rank for each in worlds] == [0, 1, 2]
 
 
 def test_replicas_repeat_no_completed_step(tmp_path: Path, undisturbed: Path) -> None:
