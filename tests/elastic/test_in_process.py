@@ -56,7 +56,7 @@ def ratios(notes: Path, started_s: float) -> list[float]:
     return [(first - kill) / (firsts[0] - started_s) for first, kill in zip(firsts[1:], kills, strict=True)]
 
 
-def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) -> list[float]:
+def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) -> None:
     code, messages, started_s = run(notes, strategy, 2, seed)
     assert code == 0, messages
     assert "on 3 ranks" in messages
@@ -68,7 +68,7 @@ def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) ->
         assert set(steps) == set(range(1, NUM_STEPS + 1))
         assert len(steps) - NUM_STEPS <= (0 if strategy == "ddp" else 2)  # a snapshot after each step
     assert not list((notes / "memory").rglob("state*"))
-    return ratios(notes, started_s)
+    assert max(ratios(notes, started_s)) < 0.3
 
 
 class Ended:
@@ -112,8 +112,7 @@ def test_survivors_agree_on_the_most_advanced_state(
 
 
 def test_replicas_repeat_no_completed_step(tmp_path: Path, undisturbed: Path) -> None:
-    found = check_continued(tmp_path, undisturbed, "ddp", 0)
-    assert max(found) < 0.5
+    check_continued(tmp_path, undisturbed, "ddp", 0)
 
 
 @pytest.mark.more

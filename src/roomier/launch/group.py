@@ -112,8 +112,10 @@ def rejoin(world: World) -> None:
     _leave()
     export(Launch("roomier", world), os.environ)
     assert _rejoin is not None
+    hook = sys.excepthook
     if world.size > 1:
         _rejoin(world)
+    sys.excepthook = hook  # torch added its hook again
 
 
 def adopt(world: World) -> None:
