@@ -39,7 +39,7 @@ class Failing(roomier.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.num_fits += 1
         self.ended, size = trainer.global_step, trainer.world.size
-        self.fails_in = trainer.global_step + self.draw.randrange(1, 7)
+        self.fails_in = trainer.global_step + self.draw.randrange(7)
         is_zero = size == 1 or (WHAT == "zero" and self.num_fits == NUM_KILLS)
         self.failing, self.delay_s = 0 if is_zero else self.draw.randrange(1, size), self.draw.random() * 4 * STEP_S
 

@@ -94,6 +94,8 @@ class ElasticRanks(Callback):
             action = "Pass a folder in memory, such as '/dev/shm'"
             raise RoomierError("ElasticRanks(place)", str(self.place), "is not a folder", action)
         self._hold(run, is_at_save_point=True)
+        if self.held is not None and run.now.random_state is not None:
+            self.held["random"] = {"0": run.now.random_state}  # restored after this hook
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         if self._watch is not None and trainer.global_step != self._step:
@@ -106,13 +108,11 @@ class ElasticRanks(Callback):
 
     def _hold(self, run: Run, *, is_at_save_point: bool) -> None:
         """Keep the parts of the state that the next step changes before its update, without communication."""
-        parallel = run.plan.parallel
-        data = run.source
+        parallel, data, window = run.plan.parallel, run.source, run.now.window
         if parallel.strategy != "ddp" or parallel.num_peers > 1 or data.kind not in _PLAIN_FEEDS:
             return
         results = run.results.state(metrics_of(run.module), of_all_ranks=False)
         self.is_at_save_point = is_at_save_point
-        window = run.now.window
         self.held = {
             "window": None if window is None else replace(window, batches=()),
             "progress": run.progress.state(),
