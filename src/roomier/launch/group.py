@@ -41,7 +41,6 @@ _NUM_FILES = 24  # files that a rank opens in addition to one connection per ran
 
 _news: FailureNews | None = None
 _watch_kills: Callable[[], KillWatch] | None = None
-_rejoin: Callable[[World], None] | None = None
 
 
 def should_report(error: BaseException) -> bool:
@@ -77,7 +76,7 @@ def initialize(world: World, device_type: str) -> None:
 
 
 def _join(world: World, device_type: str, store: TCPStore, children: Children | None, news: FailureNews) -> None:
-    global _watch_kills, _rejoin
+    global _watch_kills
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
 
@@ -92,8 +91,8 @@ def _join(world: World, device_type: str, store: TCPStore, children: Children | 
         children.have_met = True
     heartbeat.prepare(world, connect, news)
     if STARTED_BY_ROOMIER in os.environ and world.local_size == world.size and device_type == "cpu":
-        _watch_kills = partial(KillWatch, world, connect, children)
-        _rejoin = partial(_join, device_type=device_type, store=store, children=children, news=news)
+        again = partial(_join, device_type=device_type, store=store, children=children, news=news)
+        _watch_kills = partial(KillWatch, world, connect, children, partial(_rejoin, again))
 
 
 def watch_kills() -> KillWatch | None:
@@ -102,19 +101,12 @@ def watch_kills() -> KillWatch | None:
     return None if _watch_kills is None else _watch_kills()
 
 
-def rejoin(world: World) -> None:
-    """Leave the process group, and create a new one in which this process has the position ``world``. Every survivor
-    must call this function.
-
-    Raises:
-        RoomierError: a survivor does not call this function.
-    """
+def _rejoin(join: Callable[[World], None], world: World) -> None:
     _leave()
     export(Launch("roomier", world), os.environ)
-    assert _rejoin is not None
     hook = sys.excepthook
     if world.size > 1:
-        _rejoin(world)
+        join(world)
     sys.excepthook = hook  # torch added its hook again
 
 

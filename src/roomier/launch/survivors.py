@@ -61,10 +61,21 @@ class KillWatch:
         world: position of this process.
         connect: function that opens a connection to the store, with keys of the current rendezvous.
         children: the ranks that this process started; None on the other ranks.
+
+    Attributes:
+        rejoin: function that leaves the process group and creates a new one, in which this process has the given
+            position. Every survivor must call it after :meth:`close`.
     """
 
-    def __init__(self, world: World, connect: Callable[[], Store], children: Children | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        connect: Callable[[], Store],
+        children: Children | None,
+        rejoin: Callable[[World], None],
+    ) -> None:
         self._world, self._connect, self._children = world, connect, children
+        self.rejoin = rejoin
         self._is_lost, self._stop = threading.Event(), threading.Event()
         if children is not None:
             children.may_lose = True

@@ -55,7 +55,7 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
             return None
         world, is_held = survivors.world_of(request.world), survivors.step >= 0
         after = f"continues after step {survivors.step}" if is_held else "returns to the newest snapshot or checkpoint"
-        notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} ranks")
+        notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} of {request.world.size} ranks")
         received = callback.received = Path(survivors.folder)
         on_failure.callback(shutil.rmtree, received, ignore_errors=True)
         checkpoint = received / "state" if is_held else None
@@ -72,9 +72,7 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
         del run
         for each in chain(error):
             traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
-        from roomier.launch.group import rejoin  # late import: a single rank does not need it
-
-        rejoin(world)
+        watch.rejoin(world)
         on_failure.pop_all()
     return replace(request, plan=plan, world=world, fitted=None, continues=start)
 
