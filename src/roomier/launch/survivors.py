@@ -99,7 +99,7 @@ class KillWatch:
             timeout_s: maximum time to wait for the other survivors in seconds.
 
         Returns:
-            The survivors; None if no rank was killed.
+            The survivors; None if the run ends, for example because no rank was killed.
 
         Raises:
             TrainingError: a survivor does not call this method in time.
@@ -112,6 +112,8 @@ class KillWatch:
             self._sleep(until, 0)
         while self._children is not None and not store.check([_SURVIVORS]):
             lost = self._children.codes()
+            if not lost:  # this process ends the run, because a rank failed otherwise
+                return None
             ranks = [rank for rank in range(self._world.size) if rank not in lost]
             missing = [rank for rank in ranks if not store.check([f"{_SURVIVORS}/{rank}"])]
             if missing:
