@@ -78,13 +78,13 @@ def table(plan: PlanParts, facts: Mapping[str, str] | None = None) -> str:
     return "\n".join([*text, *textwrap.wrap(verdict(plan), _NUM_COLUMNS)])
 
 
-def rich_table(plan: PlanParts, facts: Mapping[str, str] | None = None) -> "Table":
+def rich_table(plan: PlanParts) -> "Table":
     """Return the table for a rich console, with the verdict as its caption."""
     from rich.table import Table
     from rich.text import Text
 
     result = Table(*HEADER, caption=verdict(plan))
-    for cells in map(_cells, rows(plan, facts)):
+    for cells in map(_cells, rows(plan)):
         result.add_row(*map(Text, cells))
     return result
 

@@ -93,7 +93,6 @@ def page_of_record(
     record: ForecastRecord,
     facts: Mapping[str, str] | None = None,
     *,
-    subject: str = "",
     logs: Sequence[RunLog] = (),
 ) -> str:
     """Return the HTML page that compares a run with its forecast.
@@ -101,7 +100,6 @@ def page_of_record(
     Args:
         record: forecast and measurements of the run.
         facts: additional facts about the run, by name.
-        subject: subtitle, such as the model; the default is the machine.
         logs: the log of the run, whose metrics are plotted.
     """
     forecast = record.forecast
@@ -112,7 +110,7 @@ def page_of_record(
     return _render(
         title=f"roomier report: {name}",
         heading_text=name,
-        subject=subject,
+        subject="",
         record=record,
         machine=forecast.machine,
         more=more,

@@ -27,17 +27,14 @@ ACTIVATIONS = (Kind.ACTIVATION,)
 """Kinds of the tensors that are saved for backward."""
 
 
-def choice_table(
-    choice: Choice, *, tokens_per_sample: int | None = None, max_plans: int = _MAX_PLANS
-) -> RenderableType:
+def choice_table(choice: Choice, *, tokens_per_sample: int | None = None) -> RenderableType:
     """Return a table of the chosen plan, the best alternatives, and the rejected plans with their reasons.
 
     Args:
         choice: result of the planner.
         tokens_per_sample: number of tokens per sample, to display the throughput in tokens/s; None displays samples/s.
-        max_plans: maximum number of plans with a forecast to show. The best plan of each strategy is always shown.
     """
-    shown = _best_of_all(choice.considered, max_plans)
+    shown = _best_of_all(choice.considered)
     largest = max((each.forecast.peak_bytes for each in shown if each.forecast is not None), default=0)
     unit, unit_bytes = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     speed = "samples/s" if tokens_per_sample is None else "tokens/s"
@@ -94,13 +91,13 @@ def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
     return states, activations, forecast.peak_bytes - states - activations
 
 
-def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
-    """Return up to ``max_plans`` plans with a forecast. The first plan of each strategy is always included."""
+def _best_of_all(considered: Sequence[Considered]) -> list[Considered]:
+    """Return up to ``_MAX_PLANS`` plans with a forecast. The first plan of each strategy is always included."""
     priced = [each for each in considered if each.forecast is not None]
     first = {each.plan.parallel.strategy: each for each in reversed(priced)}
     kept = {id(each) for each in first.values()}
     for each in priced:
-        if len(kept) >= max_plans:
+        if len(kept) >= _MAX_PLANS:
             break
         kept.add(id(each))
     return [each for each in priced if id(each) in kept]
