@@ -17,12 +17,14 @@ from roomier.core.device.rng import rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
 from roomier.engine.structure import Structure
+from roomier.plan.parts import AdapterPlan, CompilePlan, OffloadPlan
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, run_of
 
 if TYPE_CHECKING:  # a single rank does not need it
     from roomier.launch.survivors import KillWatch
 
+_STRATEGIES = ("ddp", "zero2", "zero3")
 _PLAIN_FEEDS = ("ordered", "list")  # other feeds have a position on each rank, which is lost with the rank
 
 
@@ -43,8 +45,9 @@ class ElasticRanks(Callback):
         place: folder in memory, through which a survivor passes its state to the others.
 
     Raises:
-        RoomierError: when training starts, if roomier did not start the ranks, or if they run on several machines or on
-            accelerators.
+        RoomierError: when training starts, if roomier did not start the ranks, if they run on several machines or on
+            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA, offload, compile,
+            or ranks that share samples.
 
     Example:
         >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
@@ -90,6 +93,14 @@ class ElasticRanks(Callback):
             problem = "requires ranks that roomier started on the CPUs of one machine"
             action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
+        requested = run.settled.request.plan
+        parallel, parts = requested.parallel, (requested.adapter, requested.offload, requested.compile)
+        if parallel.strategy not in _STRATEGIES or parallel.num_peers > 1:
+            problem = "supports only ranks that read different samples, with strategy 'ddp', 'zero2' or 'zero3'"
+            raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or change the strategy")
+        if parts != (AdapterPlan(), OffloadPlan(), CompilePlan()):
+            problem = "does not support LoRA, offload and compile"
+            raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or these options")
         if not self.place.is_dir():
             action = "Pass a folder in memory, such as '/dev/shm'"
             raise RoomierError("ElasticRanks(place)", str(self.place), "is not a folder", action)
