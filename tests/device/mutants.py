@@ -227,6 +227,8 @@ OF_THE_HOST = {
     "roomier.launch.heartbeat:Heartbeat._exchange | self._stop.wait(self._tick_s)",
     "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
     "roomier.launch.preemption:PreemptionThread._run | self._is_closed.wait(_PERIOD_S)",
+    "roomier.launch.survivors:KillWatch._watch | self._stop.wait(_POLL_S)",
+    "roomier.launch.survivors:KillWatch.survivors | self._is_lost.wait(PATIENCE_S)",
     "roomier.launch.watch:Children._kill | process.wait()",
     "roomier.launch.notebook:_StartedRanks.end | self._process.wait()",
     "roomier.run.signals:_ExitThread._run | self._is_closed.wait(TO_OBEY_S)",

@@ -140,3 +140,19 @@ def test_other_failures_end_the_run(tmp_path: Path, what: str, cause: str) -> No
     assert code != 0
     assert "training is complete" not in messages
     assert cause in messages
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        ("zero1", "supports only ranks that read different samples"),
+        ("auto", "supports only ranks that read different samples"),
+        ("zero2+disk", "does not support LoRA, offload to disk and compile"),
+    ],
+)
+def test_other_plans_raise_an_error_at_the_start(tmp_path: Path, strategy: str, problem: str) -> None:
+    code, messages, _ = run(tmp_path, strategy, 1, 0)
+    assert code != 0
+    assert problem in messages
+    assert not list(ended(tmp_path))

@@ -46,8 +46,8 @@ class ElasticRanks(Callback):
 
     Raises:
         RoomierError: when training starts, if roomier did not start the ranks, if they run on several machines or on
-            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA, offload, compile,
-            or ranks that share samples.
+            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA, offload to
+            disk, compile, or ranks that share samples.
 
     Example:
         >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
@@ -99,7 +99,7 @@ class ElasticRanks(Callback):
             problem = "supports only ranks that read different samples, with strategy 'ddp', 'zero2' or 'zero3'"
             raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or change the strategy")
         if parts != (AdapterPlan(), OffloadPlan(), CompilePlan()):
-            problem = "does not support LoRA, offload and compile"
+            problem = "does not support LoRA, offload to disk and compile"
             raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or these options")
         if not self.place.is_dir():
             action = "Pass a folder in memory, such as '/dev/shm'"
