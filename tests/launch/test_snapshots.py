@@ -373,5 +373,52 @@ def test_forecasts_count_the_snapshots(tmp_path: Path) -> None:
     for num_nodes, num_copies in ((1, 3), (2, 5), (3, 5)):
         plan = plan_from_flags(strategy="ddp", devices=2, num_nodes=num_nodes, accelerator="cuda")
         found = [Estimator(each, machine_of("a100:2")).estimate(plan, 2) for each in (workload, with_snapshots)]
-        assert found[1].host_bytes - found[0].host_bytes == num_copies * (3 * 32 * 4 + 4)
+        assert (
+            found[1].host_bytes - found[0].host_bytes == num_copies * (3 * 32 * 4 + 4) // 2
+        )  # rank 0 writes for both ranks of its node
         assert found[1].peak_bytes == found[0].peak_bytes
+
+
+class Wide(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))  # type: ignore[assignment]
+
+
+def measured_and_forecast(root: Path, strategy: str) -> tuple[int, int]:
+    """Return the bytes of a snapshot of two ranks on one node, in files and according to the forecast."""
+    seen: list[int] = []
+
+    class Measures(roomier.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            if trainer.global_step == 3:
+                seen.append(sum(path.stat().st_size for path in root.glob("memory/*/*/*/[!.]*/*")))
+
+    (root / "memory").mkdir(exist_ok=True)
+    snapshots = PeerSnapshots(2, root / "memory")
+    trainer = roomier.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        callbacks=[snapshots, Measures()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root / "runs",
+    )
+    trainer.fit(Wide(), [torch.ones(2, 256)] * 4)
+    workload, machine = Workload.of(Wide(), torch.empty(2, 256)), machine_of("a100:2")
+    plan = plan_from_flags(strategy=strategy, devices=2, accelerator="cuda")
+    without, with_snapshots = (
+        Estimator(replace(workload, copies=copies), machine).estimate(plan, 2).host_bytes
+        for copies in ((), kept_by([snapshots]))
+    )
+    return seen[0], (with_snapshots - without) * 2 // 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_the_forecast_of_snapshots_is_the_size_of_their_files(
+    on_ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    for measured, forecast in on_ranks(2, measured_and_forecast, tmp_path, strategy):
+        assert forecast == pytest.approx(measured, rel=0.02), (measured, forecast)

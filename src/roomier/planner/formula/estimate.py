@@ -189,6 +189,8 @@ class Estimator:
             num_copies = 1 + 2 * min(plan.parallel.num_nodes, 2)
             stored = added(intervals[-1].end, away.kept_less)
             snapshot_bytes = num_copies * total_bytes(stored, (Kind.PARAMETER, Kind.OPTIMIZER_STATE))
+            if not self._layout(plan).is_sharded:  # one rank writes the states for all ranks
+                snapshot_bytes //= self._machine.devices_per_node
         each_way = moved_bytes * plan.batch.accumulate_grad_batches if is_on_disk else 0
         return Forecast(
             plan=plan,
