@@ -3,7 +3,7 @@
 In each of the first ``NUM_KILLS`` fits, another process kills a rank at a random moment of a random step. Each rank
 writes the samples and the losses of its steps, and the time of each completed step, to ``NOTES``. WHAT changes the last
 of these fits: ``zero`` kills rank 0, ``raises`` raises an error instead of the kill, and ``again`` kills a further rank
-while the fit is opened again.
+while the fit is opened again. ``refit`` calls fit a second time.
 """
 
 import os
@@ -47,7 +47,7 @@ class Failing(roomier.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         is_failing = self.num_fits <= NUM_KILLS and trainer.global_rank == self.failing
         if is_failing and trainer.global_step == self.fails_in:
-            if WHAT == "raises":
+            if WHAT == "raises" and self.num_fits == NUM_KILLS:
                 raise ValueError("a mistake of the user")
             note = f"date +%s.%N > {NOTES}/killed-{self.num_fits}; kill -9 {os.getpid()}"
             subprocess.Popen(["sh", "-c", f"sleep {self.delay_s}; {note}"])
@@ -87,6 +87,8 @@ def main() -> None:
     )
     data = torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH // NUM_RANKS, shuffle=True)
     trainer.fit(Validated(NOTES), data, torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH))
+    if WHAT == "refit":
+        trainer.fit(Validated(NOTES), data)
     named = trainer.engine.weights()
     weights = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
     if trainer.is_global_zero:

@@ -1,6 +1,7 @@
 """ElasticRanks: a run continues in the same processes after other ranks were killed."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -125,30 +126,43 @@ def test_shards_continue_from_the_newest_snapshot(tmp_path: Path, undisturbed: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_kills_at_any_moment(tmp_path: Path, undisturbed: Path, strategy: str, seed: int) -> None:
     check_continued(tmp_path, undisturbed, strategy, 10 + seed)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("what", "cause"),
-    [("zero", ""), ("raises", "a mistake of the user"), ("again", "rank 1 was terminated by SIGKILL")],
+    ("what", "num_kills", "cause"),
+    [
+        ("zero", 1, ""),
+        ("raises", 2, "a mistake of the user"),  # after a loss
+        ("again", 1, "rank 1 was terminated by SIGKILL"),
+    ],
 )
-def test_other_failures_end_the_run(tmp_path: Path, what: str, cause: str) -> None:
-    code, messages, _ = run(tmp_path, "ddp", 1, 0, what)
+def test_other_failures_end_the_run(tmp_path: Path, what: str, num_kills: int, cause: str) -> None:
+    code, messages, _ = run(tmp_path, "ddp", num_kills, 0, what)
     assert code != 0
     assert "training is complete" not in messages
     assert cause in messages
+    assert not re.search(r"\[rank\d\]: \[rank", messages)  # the handler of torch is not installed again
+
+
+@pytest.mark.more
+def test_a_second_fit_after_a_loss_raises_an_error(tmp_path: Path) -> None:
+    code, messages, _ = run(tmp_path, "ddp", 1, 0, "refit")
+    assert code != 0
+    assert messages.count("training is complete") == 1
+    assert "devices=3: are the ranks that remain of 4, so a new fit would use another global batch" in messages
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        ("zero1", "supports only ranks that read different samples"),
-        ("auto", "supports only ranks that read different samples"),
-        ("zero2+disk", "does not support LoRA, offload to disk and compile"),
+        ("zero1", "cannot continue without killed ranks"),
+        ("auto", "cannot continue without killed ranks"),
+        ("zero2+disk", "continues only runs without LoRA, offloading and compile"),
     ],
 )
 def test_other_plans_raise_an_error_at_the_start(tmp_path: Path, strategy: str, problem: str) -> None:

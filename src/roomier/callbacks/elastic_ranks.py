@@ -46,8 +46,8 @@ class ElasticRanks(Callback):
 
     Raises:
         RoomierError: when training starts, if roomier did not start the ranks, if they run on several machines or on
-            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA, offload to
-            disk, compile, or ranks that share samples.
+            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA,
+            offloading, compile, or ranks that share samples.
 
     Example:
         >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
@@ -64,6 +64,7 @@ class ElasticRanks(Callback):
         self._watch: KillWatch | None = None
         self._has_failed = False
         self._step = -1
+        self._num_ranks: int | None = None  # of a fit before its losses
 
     def take_watch(self) -> KillWatch | None:
         """Return the watch of the last fit, which the caller must close; None if the fit ended without an error."""
@@ -84,6 +85,8 @@ class ElasticRanks(Callback):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run = run_of(trainer, "ElasticRanks")
         self._has_failed, self.held, self._step = False, None, trainer.global_step
+        if run.settled.request.continues is None:
+            self._check_number(run.ranks.world.size)
         if run.ranks.is_alone:
             return
         from roomier.launch import group  # late import: a single rank does not need it
@@ -95,18 +98,27 @@ class ElasticRanks(Callback):
             raise RoomierError("callbacks", type(self).__name__, problem, action)
         requested = run.settled.request.plan
         parallel, parts = requested.parallel, (requested.adapter, requested.offload, requested.compile)
+        action = f"Remove {type(self).__name__}, or this setting"
         if parallel.strategy not in _STRATEGIES or parallel.num_peers > 1:
-            problem = "supports only ranks that read different samples, with strategy 'ddp', 'zero2' or 'zero3'"
-            raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or change the strategy")
+            problem = (
+                f"cannot continue without killed ranks; only {', '.join(_STRATEGIES)} can, without other parallelism"
+            )
+            raise RoomierError("strategy", parallel.strategy, problem, action)
         if parts != (AdapterPlan(), OffloadPlan(), CompilePlan()):
-            problem = "does not support LoRA, offload to disk and compile"
-            raise RoomierError("callbacks", type(self).__name__, problem, "Remove the callback, or these options")
+            problem = "continues only runs without LoRA, offloading and compile"
+            raise RoomierError("callbacks", type(self).__name__, problem, action)
         if not self.place.is_dir():
             action = "Pass a folder in memory, such as '/dev/shm'"
             raise RoomierError("ElasticRanks(place)", str(self.place), "is not a folder", action)
         self._hold(run, is_at_save_point=True)
         if self.held is not None and run.now.random_state is not None:
             self.held["random"] = {"0": run.now.random_state}  # restored after this hook
+
+    def _check_number(self, size: int) -> None:
+        if self._num_ranks not in (None, size):
+            problem = f"are the ranks that remain of {self._num_ranks}, so a new fit would use another global batch"
+            raise RoomierError("devices", size, problem, "Call fit once in a script, or start the script again")
+        self._num_ranks = size
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:
         if self._watch is not None and trainer.global_step != self._step:
