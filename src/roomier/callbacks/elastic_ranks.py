@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from roomier.api.callback import Callback
+from roomier.api.lightning_module import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.checkpoint.commit import absolute
@@ -107,6 +108,9 @@ class ElasticRanks(Callback):
         if parts != (AdapterPlan(), OffloadPlan(), CompilePlan()):
             problem = "continues only runs without LoRA, offloading and compile"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
+        if isinstance(run.module, LightningAdapter) or not run.module.automatic_optimization:
+            problem = "continues only Modules with automatic optimization, whose losses are weighted by their terms"
+            raise RoomierError("callbacks", type(self).__name__, problem, f"Remove {type(self).__name__}")
         if not self.place.is_dir():
             action = "Pass a folder in memory, such as '/dev/shm'"
             raise RoomierError("ElasticRanks(place)", str(self.place), "is not a folder", action)

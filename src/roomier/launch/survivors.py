@@ -142,4 +142,5 @@ class KillWatch:
                 if self._is_lost.is_set() or store.check([_LOST]):
                     self._is_lost.set()
                     for group in torch_private.process_groups():  # again in each round, because groups can be new
-                        close_connections(group)
+                        with suppress(ValueError):  # the training thread has destroyed this group
+                            close_connections(group)
