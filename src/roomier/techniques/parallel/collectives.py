@@ -204,9 +204,11 @@ def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGrou
     """Start sending ``sent[i]`` to each other rank ``i`` of ``group``, and receiving ``received[i]`` from rank
     ``i``. Messages match only messages with the same ``tag``."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    sends = [group.send([sent[peer]], peer, tag) for peer in peers]
-    receives = [group.recv([received[peer]], peer, tag) for peer in peers]
-    return [*receives, *sends]  # gloo can lose the error of a send to a killed rank, but not that of a receive
+    return [
+        work
+        for peer in peers
+        for work in (group.send([sent[peer]], peer, tag), group.recv([received[peer]], peer, tag))
+    ]
 
 
 def wait_for(work: Sequence[dist.Work]) -> None:
