@@ -17,6 +17,7 @@ from roomier.checkpoint.commit import absolute
 from roomier.core.device.rng import rng_state
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
+from roomier.engine.structure import Structure
 from roomier.plan.parts import AdapterPlan, CompilePlan, OffloadPlan
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, run_of
@@ -24,6 +25,7 @@ from roomier.run.run import Run, run_of
 if TYPE_CHECKING:  # a single rank does not need it
     from roomier.launch.survivors import KillWatch
 
+_STRATEGIES = ("ddp", "zero2", "zero3")
 _PLAIN_FEEDS = ("ordered", "list")  # other feeds have a position on each rank, which is lost with the rank
 
 
@@ -33,10 +35,9 @@ class ElasticRanks(Callback):
 
     The processes of the other ranks survive. They form a new process group, divide the same global batch among
     themselves, and open the run again, as if ``fit`` were called with ``ckpt_path``, so hooks such as ``setup`` and
-    ``on_fit_start`` are called again. Because each rank of ``strategy="ddp"`` has the complete state, they continue
-    from the state of the survivor that completed the most steps, so no completed step is repeated. If a part of the
-    state is lost, for example the position of a stream, they continue from the newest snapshot of
-    :class:`PeerSnapshots`, or from the newest checkpoint of the run.
+    ``on_fit_start`` are called again. With ``strategy="ddp"``, they continue from the state of the survivor that
+    completed the most steps, so no completed step is repeated. With other strategies, a part of the state is lost, so
+    they continue from the newest snapshot of :class:`PeerSnapshots`, or from the newest checkpoint of the run.
 
     The run ends, as without this callback, if rank 0 is killed, if a rank raises an error, if a further rank is killed
     while the others form the new process group, or if there is no state from which the run can continue.
@@ -46,8 +47,8 @@ class ElasticRanks(Callback):
 
     Raises:
         RoomierError: when training starts, if roomier did not start the ranks, if they run on several machines or on
-            accelerators, if the strategy is not ``"ddp"``, or with LoRA, offloading, compile, or ranks that
-            share samples.
+            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA,
+            offloading, compile, or ranks that share samples.
 
     Example:
         >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
@@ -60,6 +61,7 @@ class ElasticRanks(Callback):
         self.received: Path | None = None
         self.held: dict[str, Any] | None = None
         self.is_at_save_point = False
+        self.structure: Structure | None = None
         self._watch: KillWatch | None = None
         self._has_failed = False
         self._step = -1
@@ -69,6 +71,9 @@ class ElasticRanks(Callback):
         """Return the watch of the last fit, which the caller must close; None if the fit ended without an error."""
         watch, self._watch = self._watch, None
         return watch
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        self.structure = Structure(pl_module)
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run, received = run_of(trainer, "ElasticRanks"), self.received
@@ -95,8 +100,10 @@ class ElasticRanks(Callback):
         requested = run.settled.request.plan
         parallel, parts = requested.parallel, (requested.adapter, requested.offload, requested.compile)
         action = f"Remove {type(self).__name__}, or this setting"
-        if parallel.strategy != "ddp" or parallel.num_peers > 1:
-            problem = "cannot continue without killed ranks; only ddp can, without other parallelism"
+        if parallel.strategy not in _STRATEGIES or parallel.num_peers > 1:
+            problem = (
+                f"cannot continue without killed ranks; only {', '.join(_STRATEGIES)} can, without other parallelism"
+            )
             raise RoomierError("strategy", parallel.strategy, problem, action)
         if parts != (AdapterPlan(), OffloadPlan(), CompilePlan()):
             problem = "continues only runs without LoRA, offloading and compile"

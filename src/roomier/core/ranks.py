@@ -7,7 +7,10 @@ of a model.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -26,6 +29,8 @@ T = TypeVar("T")
 _ANNOUNCED = "roomier/announced_error"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _NEVER_SENT = 2**31 - 1  # tag that no message has
+_POLL_S = 0.5
+_is_lost: threading.Event | None = None  # see stop_waiting_after
 
 
 class Ranks:
@@ -251,6 +256,41 @@ def close_connections(group: dist.ProcessGroup | None = None) -> None:
             work = dist.irecv(torch.empty(1), group=group, group_src=(rank + distance) % size, tag=_NEVER_SENT)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+
+
+def stop_waiting_after(is_lost: threading.Event | None) -> None:
+    """Let :func:`wait_unless_lost` stop waiting after ``is_lost`` is set; None waits in every case."""
+    global _is_lost
+    _is_lost = is_lost
+
+
+def wait_unless_lost(wait: Callable[[], None]) -> None:
+    """Call ``wait``, which waits for other ranks.
+
+    gloo can lose the error of a transfer whose connection was closed, and no call wakes a thread that waits for this
+    transfer. In a run that continues without killed ranks, a separate thread therefore calls ``wait``, and is abandoned
+    if a rank was killed.
+
+    Raises:
+        DistError: a rank was killed before ``wait`` returned.
+    """
+    if (is_lost := _is_lost) is None:
+        return wait()
+    ended: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            wait()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=call, name="roomier-wait", daemon=True).start()
+    while not futures.wait([ended], _POLL_S).done:
+        if is_lost.is_set():
+            raise dist.DistError("another rank was killed")
+    return ended.result()
 
 
 def announced() -> Exception | None:

@@ -485,6 +485,19 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def forget_sharding(module: nn.Module) -> None:
+    """Remove the state that ``fully_shard`` stores for ``module``, so that the module can be sharded again.
+
+    This function does not restore the class, the hooks and the parameters of the module.
+    """
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    _composable_state._module_state_mapping.pop(module, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+
+
 def process_groups() -> list[Any]:
     """Return all process groups of this process."""
     world: Any = torch.distributed.distributed_c10d._world

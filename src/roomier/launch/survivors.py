@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
-from roomier.core.ranks import close_connections
+from roomier.core.ranks import close_connections, stop_waiting_after
 from roomier.core.world import World
 from roomier.launch.failure import PATIENCE_S
 from roomier.launch.watch import Children, ended
@@ -79,6 +79,7 @@ class KillWatch:
         self._is_lost, self._stop = threading.Event(), threading.Event()
         if children is not None:
             children.may_lose = True
+        stop_waiting_after(self._is_lost)
         self._thread = threading.Thread(target=self._watch, name="roomier-lost", daemon=True)
         self._thread.start()
 
@@ -86,6 +87,7 @@ class KillWatch:
         """Stop the thread. If a rank is killed afterwards, the run ends."""
         self._stop.set()
         self._thread.join()
+        stop_waiting_after(None)
         if self._children is not None:
             self._children.may_lose = False
 

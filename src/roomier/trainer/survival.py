@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from roomier.api.module import network_of
 from roomier.callbacks.elastic_ranks import ElasticRanks
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.engine.divide import is_sharded
 from roomier.launch.failure import chain, is_of_lost_peer
 from roomier.plan.choices import averages_itself
 from roomier.run.progress import Progress
@@ -64,6 +66,9 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
         plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
         trainer.forget_runs(Progress(**run.progress.state()))
         trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
+        if is_sharded(network_of(request.module)):
+            assert callback.structure is not None
+            callback.structure.restore()
         del run
         for each in chain(error):
             traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups

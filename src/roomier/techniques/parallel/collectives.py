@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
-from roomier.core.ranks import announced
+from roomier.core.ranks import announced, wait_unless_lost
 
 PATIENCE = timedelta(minutes=15)  # longer than the default hang_timeout, which raises an error that names the late rank
 
@@ -220,9 +220,13 @@ def wait_for(work: Sequence[dist.Work]) -> None:
     Raises:
         TrainingError: another rank did not send its shard within ``PATIENCE``.
     """
-    try:
+
+    def wait() -> None:
         for each in work:
             each.wait(PATIENCE)
+
+    try:
+        wait_unless_lost(wait)
     except RuntimeError as error:
         # After a timeout, all later operations of gloo fail with the second of these messages.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
