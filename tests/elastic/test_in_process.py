@@ -65,9 +65,9 @@ def check_continued(notes: Path, undisturbed: Path, strategy: str, seed: int) ->
     check_same(notes, undisturbed, 1e-5)
     of_survivors = [steps for each in ended(notes) if (steps := [step for step, _, _ in each])[-1] == NUM_STEPS]
     assert len(of_survivors) == 2
+    assert set().union(*of_survivors) == set(range(1, NUM_STEPS + 1))  # only one survivor may have completed a step
     for steps in of_survivors:
-        assert set(steps) == set(range(1, NUM_STEPS + 1))
-        assert len(steps) - NUM_STEPS <= (0 if strategy == "ddp" else 2)  # a snapshot after each step
+        assert len(steps) - len(set(steps)) <= (0 if strategy == "ddp" else 2)  # a snapshot after each step
     assert not list((notes / "memory").rglob("state*"))
     assert max(ratios(notes, started_s)) < 0.3
 
