@@ -38,9 +38,9 @@ def _trainer() -> str:
     arguments = inspect.signature(Trainer).parameters
     parts = [
         "# Trainer arguments",
-        "All arguments are passed by keyword. On the command line, `roomier fit --trainer.NAME VALUE` sets the same "
-        "arguments. Arguments that describe the computation become fields of the [Plan](plan.md). The methods of the "
-        "Trainer are on the page [roomier.Trainer](api/roomier.Trainer.md).",
+        "All arguments are keyword-only. On the command line, `roomier fit --trainer.NAME VALUE` sets the argument "
+        "`NAME`. Arguments that describe the computation become fields of the [Plan](plan.md). The page "
+        "[roomier.Trainer](api/roomier.Trainer.md) describes the methods of the Trainer.",
     ]
     grouped: set[str] = set()
     for topic, title in _TASKS.items():
@@ -74,9 +74,10 @@ def _argument(name: str, text: str, parameter: inspect.Parameter) -> Iterator[st
 def _plan() -> str:
     parts = [
         "# Plan fields",
-        "A [Plan](api/roomier.plan.md) has these sections. YAML files, `run.json` in a checkpoint and error messages "
-        "name a field as `section.field`. The label in parentheses after a value states how the value changes the "
-        "results: `exact` (the same bits), `near` (the same mathematics with different rounding) or `approximate`.",
+        "A [Plan](api/roomier.plan.md) consists of the sections on this page. YAML files, error messages and the "
+        "`run.json` of a checkpoint refer to a field as `section.field`. The label in parentheses after a value states "
+        "how this value affects the results: `exact` (the same bits), `near` (the same mathematics with different "
+        "rounding) or `approximate`.",
     ]
     for section, part in PARTS.items():
         described = _described(part.__doc__)

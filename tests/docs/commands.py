@@ -17,11 +17,11 @@ def pages() -> Iterator[tuple[str, str]]:
     rows = [(f"[`roomier {verb}`](#{verb})", summary) for verb, (summary, _) in VERBS.items()]
     parts = [
         "# Command line",
-        "`roomier VERB [options]` runs one of these verbs:",
+        "`roomier VERB [options]` runs one of the following commands:",
         table(("command", "purpose"), rows),
-        "`--help` shows the most common options of a verb, `--help=TOPIC` the options of a topic, and `--help=OPTION` "
-        "one option. For every option that begins with `--trainer.`, [Trainer arguments](trainer.md) lists the values "
-        "and the default. The page [Exit codes](exit_codes.md) lists the exit codes.",
+        "`--help` shows the most common options of a command, `--help=TOPIC` the options of a topic, and "
+        "`--help=OPTION` one option. For the values and defaults of the options that begin with `--trainer.`, see "
+        "[Trainer arguments](trainer.md); for the exit codes of all commands, see [Exit codes](exit_codes.md).",
     ]
     for verb, (summary, _) in VERBS.items():
         parts.append(f"## {verb}")
@@ -30,9 +30,9 @@ def pages() -> Iterator[tuple[str, str]]:
             continue
         parts.append(_shown(verb, "--help"))
         if verb == "fit":
-            parts += [f"The options of the topic `run` in full ({TOPICS['run'].about}):", _shown(verb, "--help=run")]
+            parts += [f"The topic `run` describes {TOPICS['run'].about}:", _shown(verb, "--help=run")]
         if verb == "plan":
-            parts += [f"The options of the topic `plan` in full ({TOPICS['plan'].about}):", _shown(verb, "--help=plan")]
+            parts += [f"The topic `plan` describes {TOPICS['plan'].about}:", _shown(verb, "--help=plan")]
     yield "reference/cli.md", "\n\n".join(parts)
 
 

@@ -11,42 +11,42 @@ ROOT = Path(__file__).parents[2]
 _INTRODUCTION = """# Compatibility
 
 roomier requires Python {python}. The tests run with Python {tested} on Linux, on CPUs and on a [simulated
-accelerator](design/simulator.md). This version has not been run on a GPU.
+accelerator](design/simulator.md). This version of roomier has not been run on a GPU.
 
-The column *accepted* contains the versions that pip accepts, and the column *tested* contains the version with which
+The *accepted* column contains the versions that pip accepts, and the *tested* column contains the version with which
 the tests pass, as listed in `constraints.txt`. To install exactly the tested versions, pass `-c constraints.txt` to
 pip. The packages in the second table are optional: install only the packages whose features you use.
 """
 _POLICY = """## Version policy
 
-Versions follow [Semantic Versioning](https://semver.org/). Because roomier is at version 0, a minor version (such as
-0.2) may change names and defaults, but a patch version may not. Every change that can affect your code is in the
-changelog, and a name that is replaced raises an error that contains its replacement.
+Versions follow [Semantic Versioning](https://semver.org/). As long as the major version is 0, a minor release (such as
+0.2) may change names and defaults, but a patch release may not. The changelog lists every change that can affect your
+code, and a name that has been replaced raises an error that contains the new name.
 
-Your files stay usable in later versions. You can load a checkpoint of any earlier version and resume its run, because
-each file format has a version number, and roomier converts old formats when it reads them. A checkpoint of a newer
+Your files stay usable in later versions. You can load a checkpoint from any earlier version and resume its run, because
+each file format has a version number, and roomier converts old formats when it reads them. A checkpoint from a newer
 version is rejected with an error that names its format version.
 
 roomier supports the Python versions that receive security fixes, from 3.11, and at least the last three minor versions
-of torch. Support for an older version ends in a minor version of roomier.
+of torch. Support for an older version is dropped only in a minor release.
 """
 _TESTED_PYTHON = "3.11"
 _FEATURES = {
     "accelerate": "comparison of `roomier.Accelerator` with the original",
     "comet_ml": "`CometLogger`",
-    "gcsfs": "addresses in Google Cloud Storage (`gs://`)",
+    "gcsfs": "URLs in Google Cloud Storage (`gs://`)",
     "huggingface_hub": "`roomier export --push-to-hub`",
-    "lightning": "modules, callbacks and loggers of Lightning",
+    "lightning": "Lightning modules, callbacks and loggers",
     "mlflow-skinny": "`MLFlowLogger`",
     "onnx": "export to ONNX",
-    "onnxruntime": "check of an ONNX export",
+    "onnxruntime": "verification of an ONNX export",
     "onnxscript": "export to ONNX",
-    "s3fs": "addresses in Amazon S3 and compatible stores (`s3://`)",
+    "s3fs": "URLs in Amazon S3 and compatible stores (`s3://`)",
     "tensorboard": "`TensorBoardLogger`",
-    "torchmetrics": "metrics in `log`",
-    "transformers": "models of Hugging Face",
+    "torchmetrics": "metric objects in `log`",
+    "transformers": "Hugging Face models",
     "wandb": "`WandbLogger`",
-    "webdataset": "streams as training data",
+    "webdataset": "WebDataset streams as training data",
 }
 
 

@@ -31,7 +31,7 @@ from tests.lightning.modules import Regression, in_order, pl
     "the gradient of the last window of an epoch, with accumulation",
     lightning="is divided by `accumulate_grad_batches`, even if the window has fewer micro-batches",
     roomier="is averaged over the micro-batches of the window that have a loss",
-    reason="the size of a step must not depend on the length of the epoch",
+    reason="the size of an update must not depend on the length of the epoch",
     expected=(0.5, 1.0),
 )
 def change_of_a_short_window(kind: Any, folder: Path) -> float:
@@ -47,9 +47,9 @@ def change_of_a_short_window(kind: Any, folder: Path) -> float:
 
 @differs(
     "tf32",
-    lightning="is used in convolutions on NVIDIA GPUs, because this is the default of torch",
+    lightning="is used by default in convolutions on NVIDIA GPUs, as in torch",
     roomier='is used only if `matmul_precision` selects it; `precision="32-true"` also means float32 in convolutions',
-    reason="the number format is part of the Plan and must not depend on the device",
+    reason="the precision is part of the Plan and must not depend on the device",
     expected=(True, False),
 )
 def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
@@ -60,7 +60,7 @@ def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "a loss that is not finite",
+    "a non-finite loss",
     lightning="does not end the run",
     roomier="ends the run with a `TrainingError`, unless a `SpikeGuard` handles it",
     reason="NaN weights must not replace the last valid checkpoint",
@@ -191,7 +191,7 @@ def step_receives_a_closure(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "an unknown key in the configuration of a scheduler",
+    "an unknown key in a scheduler configuration",
     lightning="is ignored with a warning",
     roomier="raises an error that suggests the nearest key",
     reason="a misspelled `interval` would change the learning rate",
@@ -207,7 +207,7 @@ def end_with_a_misspelled_interval(kind: Any, folder: Path) -> str:
 
 
 @differs(
-    "the result of a manual `training_step`",
+    "the return value of `training_step` with manual optimization",
     lightning="must be a tensor, a dict or None",
     roomier="can be any value, which is passed to the hooks",
     reason="the module computes its own loss",
@@ -449,7 +449,7 @@ def teardown_after_an_error(kind: Any, folder: Path) -> list[str]:
     "a callback whose `on_train_batch_start` returns -1",
     lightning="has no effect; only the module can return -1 to skip the rest of the epoch",
     roomier="skips the rest of the epoch",
-    reason="callbacks can then decide when to end an epoch",
+    reason="callbacks can end an epoch early",
     expected=(4, 0),
 )
 def num_steps_with_a_callback_that_skips(kind: Any, folder: Path) -> int:

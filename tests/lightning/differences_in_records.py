@@ -147,7 +147,7 @@ def object_in_a_checkpoint(kind: Any, folder: Path) -> Any:
 
 
 @differs(
-    "`on_load_checkpoint` that creates layers in a fit",
+    "`on_load_checkpoint` that creates layers during a fit",
     lightning="is called before the optimizers exist, so the layers are trained",
     roomier="raises a `CheckpointError`; create the layers in `configure_model`",
     reason="weights are read directly into the shards, so the sharded model and the optimizers must already exist",
@@ -345,7 +345,7 @@ def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool
 
 @differs(
     "hyperparameters that are not plain data, such as functions",
-    lightning="are pickled, or removed from `hparams` if this is impossible",
+    lightning="are pickled, or removed from `hparams` if they cannot be pickled",
     roomier="are in `hparams`, but not in checkpoints, and a notice names them",
     reason="loading executes no code",
     expected=(False, True),
@@ -381,9 +381,9 @@ def type_of_a_loaded_config(kind: Any, folder: Path) -> str:
 
 
 @differs(
-    "`save_hyperparameters` in a module that the `__init__` of another module creates",
-    lightning="also stores the arguments of the other module",
-    roomier="stores the arguments of its own `__init__`",
+    "`save_hyperparameters` in a module that is created in the `__init__` of another module",
+    lightning="also stores the arguments of the outer module",
+    roomier="stores only the arguments of the inner module's `__init__`",
     reason="`load_from_checkpoint` passes the stored arguments to `__init__`",
     expected=(["outer", "width"], ["width"]),
 )
@@ -472,9 +472,9 @@ def search_for_a_batch_size(kind: Any, folder: Path) -> str:
 
 @differs(
     "the suggestion of `Tuner.lr_find`",
-    lightning="is the rate with the steepest change between neighboring losses",
-    roomier="is the rate with the steepest line through the losses around it",
-    reason="the loss of one batch must not determine the rate",
+    lightning="is the rate at which the change between neighboring losses is steepest",
+    roomier="is the rate at which a line fitted to the surrounding losses is steepest",
+    reason="the loss of a single batch must not determine the rate",
     expected=(True, False),
 )
 def one_loss_determines_the_suggestion(kind: Any, folder: Path) -> bool:

@@ -198,7 +198,7 @@ def _parser(verb: str) -> PlainParser:
     parser.add_argument(
         "checkpoint",
         type=_path,
-        help="a checkpoint, or a folder of checkpoints or runs, whose newest checkpoint is exported; or its address",
+        help="checkpoint, or folder of checkpoints or runs, of which the newest checkpoint is exported; or its address",
     )
     parser.add_argument(
         "out", type=_path, nargs="?", help="the file, folder or address to create; default: next to the checkpoint"
@@ -218,16 +218,19 @@ def _parser(verb: str) -> PlainParser:
     weights.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of all floating-point weights")
     weights.add_argument(
         "--prefix",
-        help="safetensors: export only weights with this prefix, and remove the prefix; '' exports all weights",
+        help="safetensors: export only weights with this prefix, and remove it from their names; '' exports all "
+        "weights",
     )
     weights.add_argument("--processor", type=_path, help="hugging-face: folder of a tokenizer or processor to include")
     weights.add_argument(
         "--adapters",
         choices=["merged", "alone"],
-        help="hugging-face: merge the adapters into the weights, or write a folder for peft",
+        help="hugging-face: merge the adapters into the weights (default), or write a folder for peft",
     )
     weights.add_argument(
-        "--push-to-hub", metavar="REPO", help="also upload the folder to the Hugging Face hub, such as user/model"
+        "--push-to-hub",
+        metavar="REPO",
+        help="also upload the folder to this repository on the Hugging Face Hub, such as user/model",
     )
     weights.add_argument(
         "--private", action="store_true", default=None, help="create the repository of --push-to-hub as private"

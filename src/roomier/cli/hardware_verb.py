@@ -139,7 +139,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         type=int,
         help="number of ranks that compute at the same time; default: 1 and 2 on a CPU, otherwise all GPUs",
     )
-    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as in the Trainer")
+    parser.add_argument(
+        "--accelerator", default="auto", help="device type, as in the Trainer: auto, cpu, cuda, mps, ..."
+    )
     parser.add_argument("--folder", help="folder whose disk is measured; default: the folder for offloading")
     parser.add_argument(
         "--quick", action="store_true", help="measure for only one second, and skip the disk and the communication"

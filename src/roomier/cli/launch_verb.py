@@ -90,8 +90,8 @@ def _parser(verb: str) -> PlainParser:
         prog=f"roomier {verb}",
         allow_abbrev=False,
         description="Print the manifest of a job that runs `roomier fit --config RUN.YAML` on a cluster, or run "
-        "the job on the Ray cluster of RAY_ADDRESS. The planner forecasts the memory of its nodes. The job resumes "
-        "from its last checkpoint when the cluster restarts it.",
+        "the job on the Ray cluster at RAY_ADDRESS. The planner forecasts the memory that each node needs. After a "
+        "restart, the job resumes from its last checkpoint.",
         epilog="All other options, such as --trainer.max_steps 100, are options of `roomier fit`. --hardware h100:8 "
         "describes a node, and --input a batch, as in `roomier plan`.",
     )

@@ -20,11 +20,11 @@ VERBS = {
     "validate": ("evaluate a model on its validation data", "roomier.cli.trainer_verbs"),
     "test": ("evaluate a model on its test data", "roomier.cli.trainer_verbs"),
     "predict": ("run a model on its prediction data", "roomier.cli.trainer_verbs"),
-    "plan": ("forecast memory and time of each plan on a machine", "roomier.cli.plan_verb"),
+    "plan": ("forecast the memory and the time of each plan on a machine", "roomier.cli.plan_verb"),
     "launch": ("print the manifest of a job for SLURM, Kubernetes or a cloud", "roomier.cli.launch_verb"),
     "report": ("compare runs, or the forecast of a run with its measurement", "roomier.cli.report_verb"),
     "export": ("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
-    "hardware": ("measure this machine, for planning", "roomier.cli.hardware_verb"),
+    "hardware": ("measure this machine for planning", "roomier.cli.hardware_verb"),
 }
 
 

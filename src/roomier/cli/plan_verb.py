@@ -250,26 +250,27 @@ def apply_deepspeed(config: Namespace, value: Any, machine: Machine) -> None:
 
 
 _DESCRIPTION = (
-    "Forecast memory and time of each plan on a machine, and select the fastest plan that fits. Training does not run, "
-    "and the machine need not be available. Exit code 0: a plan fits; 1: no plan fits; 2: the request is invalid."
+    "Forecast the memory and the time of each plan on a machine, and select the fastest plan that fits. Training does "
+    "not run, and the machine need not be available. Exit code 0: a plan fits; 1: no plan fits; 2: the request is "
+    "invalid."
 )
 _GPT = "gpt"
 PLAN_OPTIONS: dict[str, tuple[Any, str]] = {
     "seed_everything": (bool | int, "accepted in YAML files, but ignored"),
     "ckpt_path": (str, "accepted in YAML files, but ignored"),
-    "hardware": (str, "such as a100-40gb:8; default: this machine"),
+    "hardware": (str, "devices of each node, such as a100-40gb:8; default: this machine"),
     "nodes": (int, "number of nodes; default: --trainer.num_nodes"),
     "strategy": (
         str,
-        "plan only this strategy, like --trainer.strategy; default: all strategies, regardless of a YAML file",
+        "plan only this strategy, as in --trainer.strategy; default: all strategies, even if a YAML file sets one",
     ),
-    "deepspeed": (str, "a DeepSpeed configuration, such as ds_config.json, whose strategy and settings are planned"),
+    "deepspeed": (str, "DeepSpeed configuration with the strategy and settings to plan, such as ds_config.json"),
     "memory_budget": (str | int, "memory limit per device, such as 38GiB; default: all memory"),
-    "hf": (str, "a Hugging Face config.json, or a folder with one"),
+    "hf": (str, "a Hugging Face config.json, or a folder that contains one"),
     "batch_size": (int, "samples per micro-batch on each device"),
     "seq_len": (int, "tokens per sequence, for --hf and gpt"),
-    "input": (str, "tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"),
-    "html": (str, "write an HTML page that works without a network"),
+    "input": (str, "tensors of a batch, such as 'x=float32[8,3,224,224]; label=int64[8]'"),
+    "html": (str, "write the result to this HTML file, which works offline"),
 }
 
 
@@ -286,7 +287,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     for name, (kind, about) in PLAN_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind | None, default=None, help=about)
     parser.add_argument("--what_if", action="store_true", help="also show the peak memory for other batch sizes")
-    parser.add_argument("--json", action="store_true", help="print only one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object with the result")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
     if gpt is None:
         parser.add_subclass_arguments(

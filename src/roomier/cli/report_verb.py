@@ -208,20 +208,20 @@ def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
         description="Compare runs: their metrics, speed, memory and settings. For one run with a forecast, compare the "
-        "forecast with the measurement of one of its steps.",
+        "forecast with the measurement of one step.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "run",
         type=Path,
         nargs="+",
-        help="run folders, or folders of runs, whose newest run is used; or their addresses",
+        help="run folder, or folder of runs, of which the newest is used; or the address of such a folder",
     )
     parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write the curves, the forecast and the measurement to an HTML page that works without a network",
+        help="write the curves, the forecast and the measurement to an HTML page that works offline",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")
     return parser

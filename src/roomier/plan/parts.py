@@ -85,29 +85,29 @@ class ParallelPlan(Part):
     Attributes:
         strategy: ``"single"`` (one rank), ``"ddp"`` (each rank stores a full replica), ``"zero1"`` (optimizer states
             are sharded), ``"zero2"`` (gradients are also sharded), ``"zero3"`` (parameters are also sharded),
-            ``"hsdp"`` (zero3 within groups of ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's
-            argument, ``"zero2+offload"`` (host memory) and ``"zero2+disk"`` also set ``offload.optimizer_states``.
+            ``"hsdp"`` (zero3 within groups of ranks), or ``"auto"`` (the fastest plan that fits). The Trainer also
+            accepts ``"zero2+offload"`` (host memory) and ``"zero2+disk"``, which set ``offload.optimizer_states``.
         accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
             accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
-            the torch-npu package), ``"tpu"`` (requires the torch-tpu package), or a different accelerator that a
-            package added to torch.
+            the torch-npu package), ``"tpu"`` (requires the torch-tpu package), or another accelerator that a package
+            adds to torch.
         devices: number of ranks on each machine.
         num_nodes: number of machines.
         context_parallel_size: number of consecutive ranks that share each sequence, so that each rank saves the
-            activations of only a slice of the sequence. The size must divide the number of ranks and of attention
-            heads. 1 gives each rank its own sequences.
-        pipeline_parallel_size: with ``"ddp"`` and ``"zero1"`` to ``"zero3"``, number of stages, which are consecutive
-            parts of the model. Each rank computes one stage, and the remaining factor of the number of ranks is
-            data-parallel. 1 computes the full model on each rank.
-        schedule: with a ``pipeline_parallel_size``, order of the passes of a rank. ``"gpipe"`` runs all forward passes
-            of a step before the backward passes. ``"1f1b"`` alternates both, so that a rank stores the activations of
-            at most ``pipeline_parallel_size`` micro-batches. ``"interleaved_1f1b"`` requires several
-            ``stages_per_rank``. None means ``"1f1b"``.
-        stages_per_rank: with ``"interleaved_1f1b"``, number of stages of each rank, so that ranks wait less for each
-            other, but send more messages. The model has ``pipeline_parallel_size * stages_per_rank`` stages.
-        split: with a ``pipeline_parallel_size``, names of the modules at which the stages after the first begin,
-            separated by commas, such as ``"blocks.3,blocks.6"``; the Trainer also accepts a list. An empty text selects
-            them so that the slowest stage is as fast as possible.
+            activations of only a slice of the sequence. The size must divide both the number of ranks and the number of
+            attention heads. With 1, each rank has its own sequences.
+        pipeline_parallel_size: with ``"ddp"`` and ``"zero1"`` to ``"zero3"``, number of ranks across which the model is
+            split into stages of consecutive layers. The number of ranks divided by this size is the number of
+            data-parallel replicas. With 1, each rank computes the full model.
+        schedule: with a ``pipeline_parallel_size``, order of the forward and backward passes on a rank. ``"gpipe"``
+            runs all forward passes of a step before the backward passes. ``"1f1b"`` alternates between them, so a rank
+            stores the activations of at most ``pipeline_parallel_size`` micro-batches. ``"interleaved_1f1b"`` requires
+            ``stages_per_rank`` greater than 1. None means ``"1f1b"``.
+        stages_per_rank: with ``"interleaved_1f1b"``, number of stages on each rank. With more stages, ranks wait less
+            for each other, but send more messages. The model has ``pipeline_parallel_size * stages_per_rank`` stages.
+        split: with a ``pipeline_parallel_size``, comma-separated names of the modules at which the second and all later
+            stages begin, such as ``"blocks.3,blocks.6"``; the Trainer also accepts a list. With an empty string,
+            roomier selects modules for which the slowest stage is as fast as possible.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
             number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
@@ -115,16 +115,17 @@ class ParallelPlan(Part):
         gradient_compression: ``"none"`` or, with ``"ddp"``, ``"powersgd"`` (Vogels et al. 2019, with error feedback).
         compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
             ``compression_rank * (n + m)`` numbers. None means 4.
-        compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send uncompressed
-            gradients; at least 3. None means 100.
+        compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run in which gradients are
+            not compressed; at least 3. None means 100.
         communication: with a sharded strategy, timing of the transfers between ranks. ``"overlapped"`` all-gathers a
             unit during the computation of the previous unit, and reduces gradients during the computation of the next
             unit. ``"sequential"`` completes each transfer before the computation continues, so fewer buffers exist at
             the same time. On accelerators, only the all-gathers in the backward pass are sequential.
-        find_unused_parameters: if True, support training in which different steps or ranks use different parameters,
-            such as a mixture of experts. A rank without a gradient contributes zeros, and a parameter without a
-            gradient on any rank is not updated. With a sharded strategy, ranks also all-gather units that they skip,
-            and transfers are sequential. This option is not required for parameters that no rank uses in any step.
+        find_unused_parameters: if True, support models that use different parameters in different steps or on different
+            ranks, such as a mixture of experts. A rank that has no gradient for a parameter contributes zeros. A
+            parameter that has no gradient on any rank is not updated. With a sharded strategy, ranks also all-gather
+            units that they skip, and transfers are sequential. This option is not required for parameters that no rank
+            uses in any step.
     """
 
     strategy: str = "single"
@@ -208,12 +209,13 @@ class PrecisionPlan(Part):
 
 @dataclass(frozen=True)
 class BatchPlan(Part):
-    """Micro-batches of an optimizer step, their random numbers, and gradient clipping.
+    """Gradient accumulation, gradient clipping, and the random numbers of a step.
 
     Attributes:
         accumulate_grad_batches: number of micro-batches per optimizer step. The step uses the gradient of the full
             batch.
-        gradient_clip_val: upper limit of the norm or of each element; must be positive. None disables clipping.
+        gradient_clip_val: upper limit for the gradient norm or for each element of the gradients; must be positive.
+            None disables clipping.
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
         seeding: ``"stream"``: the generators continue from one step to the next. ``"events"``: the generators are
             seeded at the start of each micro-batch from (seed, step, data rank, micro-batch), and in each block from a
@@ -233,23 +235,22 @@ class BatchPlan(Part):
 
 @dataclass(frozen=True)
 class OptimizerPlan(Part):
-    """Optimizer and schedule, selected by name. This part is used for models that do not define
-    ``configure_optimizers``.
+    """Optimizer and schedule, selected by name, for models that do not define ``configure_optimizers``.
 
     Attributes:
         name: a name in ``roomier.plan.choices.OPTIMIZERS``, such as ``"adamw"``, ``"adamw8bit"`` (states in 8 bits),
             ``"muon"`` (with AdamW for parameters other than hidden matrices) or ``"onebit_adam"`` (with the
-            ``freeze_step`` option). ``roomier fit --help=optimizer`` lists all names. None uses
-            ``configure_optimizers`` of the module.
-        lr: learning rate; with a schedule, the highest learning rate. None selects the default of the optimizer class.
-        weight_decay: weight decay. None selects the default of the optimizer class.
+            ``freeze_step`` option). ``roomier fit --help=optimizer`` lists all names. None uses the module's
+            ``configure_optimizers``.
+        lr: learning rate; with a schedule, the peak learning rate. None selects the default of the optimizer class.
+        weight_decay: weight decay coefficient. None selects the default of the optimizer class.
         options: additional keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. Adam and AdamW
             also accept ``{"bias_correction": False}``. AdamW also accepts ``{"cautious": True}``, which uses only the
-            elements of an update that agree with the gradient (Liang et al. 2024, arXiv 2411.16085). The options are
-            checked when the optimizer is created.
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None selects a constant
-            learning rate of ``lr``.
-        warmup_steps: number of optimizer steps in which the learning rate increases to ``lr``, linearly unless
+            elements of an update that have the sign of the gradient (Liang et al. 2024, arXiv 2411.16085). The options
+            are checked when the optimizer is created.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``; the learning rate is updated in each optimizer step.
+            None keeps it constant at ``lr``.
+        warmup_steps: number of optimizer steps over which the learning rate increases to ``lr``, linearly unless
             ``log_warmup`` is set. Requires a schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
         log_warmup: if True, the learning rate in the warm-up increases with the logarithm of the step, as in DeepSpeed.
@@ -285,12 +286,13 @@ class ActivationPlan(Part):
         policy: ``"none"`` saves all activations. ``"full"`` saves the input of each block. ``"every_n"`` saves only the
             input of every ``every_n``-th block, and all activations of the other blocks. ``"selective"`` saves the
             input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
-            each block, so that the peak is within the budget with the least recomputation. With
-            ``offload.activations``, the policy ``"budget"`` also moves activations to host memory if this is faster.
+            each block, so that the peak memory stays within the budget with the least recomputation. With
+            ``offload.activations``, ``"budget"`` also moves activations to host memory if this is faster than
+            recomputation.
         every_n: with ``"every_n"``, every ``every_n``-th block is recomputed. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
-        budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1]; 0 corresponds to the
-            peak with all blocks recomputed, and 1 to the peak without recomputation.
+        budget_fraction: with ``"budget"``, a number in [0, 1] as an alternative to ``budget_bytes``: 0 corresponds to
+            the peak memory with all blocks recomputed, and 1 to the peak memory without recomputation.
     """
 
     policy: str = "none"
@@ -311,22 +313,22 @@ class OffloadPlan(Part):
     Attributes:
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
         parameters: tier of the parameters and their gradients, with the strategies ``"single"``, ``"zero3"`` and
-            ``"hsdp"``. The parameters of a block are on the device during the computation of the block.
+            ``"hsdp"``. The parameters of a block are moved to the device for the computation of this block.
         activations: tier of the activations that blocks save for the backward pass. With the policy ``"budget"``, only
             the activations of selected blocks are moved.
         folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for
             temporary files.
-        share: fraction in [0, 1] of the bytes of each rank's optimizer states that is stored in the lower tier. The
-            fraction is rounded to full units. The other states stay on the device.
-        update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
+        share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier, rounded
+            to full units. The rest stays on the device.
+        update: time at which blocks are updated. The results of all modes are bit-identical. ``"plain"`` updates the
             blocks one by one after the backward pass. ``"deferred"`` updates each block immediately before its next
             forward pass, during the computation of earlier blocks. ``"speculative"`` updates each block in the last
             backward pass, before the norm of the gradients is known. If the norm requires clipping, the update is
             repeated from the previous states. ``"auto"`` selects one of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
             read while the states of a second unit are updated and the states of a third unit are written. With 1,
-            states are read when they are needed, and the memory of the buffer is free between updates. This setting
-            needs the least memory, but the update waits for the disk.
+            states are read when they are needed, and the buffer is freed between updates. A single buffer therefore
+            needs the least memory, but each update waits for the disk.
     """
 
     optimizer_states: str = "none"
@@ -350,7 +352,7 @@ class LossPlan(Part):
     Attributes:
         chunked: if True, compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all
             tokens are never in memory at the same time.
-        chunk_tokens: number of tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
+        chunk_tokens: number of tokens per chunk. None selects the number of tokens whose logits occupy 64 MiB.
     """
 
     chunked: bool = False
@@ -362,7 +364,7 @@ class AttentionPlan(Part):
     """Kernel of ``scaled_dot_product_attention``.
 
     Attributes:
-        kernel: ``"auto"`` (torch selects), ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
+        kernel: ``"auto"`` (torch selects the kernel), ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
     """
 
     kernel: str = "auto"
@@ -370,16 +372,17 @@ class AttentionPlan(Part):
 
 @dataclass(frozen=True)
 class AdapterPlan(Part):
-    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except the parameters
-    of the modules that ``lora_trained`` names.
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except in the modules
+    that ``lora_trained`` names.
 
     Attributes:
-        lora_rank: inner width ``r`` of the adapters. None adds no adapters.
-        lora_alpha: the output of an adapter is scaled by ``lora_alpha / r``. None means ``r``.
+        lora_rank: rank ``r`` of the adapters. None adds no adapters.
+        lora_alpha: numerator of the factor ``lora_alpha / r``, by which the output of an adapter is scaled. None means
+            ``r``.
         lora_dropout: dropout probability on the input of an adapter.
-        lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas. A layer gets an
-            adapter if its qualified name ends with one of the names. Wildcards of :mod:`fnmatch` are accepted.
-        lora_trained: names of modules that are fully trained, such as a new output layer, in the same form as
+        lora_targets: ``"blocks"`` (all linear layers of the blocks), or comma-separated names. A layer gets an adapter
+            if its qualified name ends with one of the names. Wildcards of :mod:`fnmatch` are accepted.
+        lora_trained: names of modules whose parameters are all trained, such as a new output layer, in the same form as
             ``lora_targets``.
         frozen_base: number format of the frozen weights of adapted layers: ``"as_is"``, ``"int8"`` or ``"nf4"``.
     """
@@ -412,11 +415,12 @@ class ChoicePlan(Part):
     """Limits that the planner applies before a run starts.
 
     Attributes:
-        memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the
-            device. With a named strategy, a run is rejected before it starts if its forecast exceeds the limit.
+        memory_budget_bytes: upper limit for the peak memory of each device in a step. None means all memory of the
+            device. With a named strategy, roomier rejects a run before it starts if the forecast exceeds the limit.
         allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
-            (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
-            default, ``"auto"`` changes only the strategy, the micro-batch size, and options with the label exact.
+            (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and memory techniques that are not exact
+            (``"chunked_loss"``). By default, ``"auto"`` changes only the strategy, the micro-batch size, and options
+            with the label exact.
     """
 
     memory_budget_bytes: int | None = None

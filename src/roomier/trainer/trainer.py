@@ -76,14 +76,14 @@ class Trainer(TrainerAttributes):
 
     Args:
         plan: a Plan, a mapping that contains its sections, or the path of a YAML or JSON file. A plan cannot be
-            combined with arguments that refer to a class in ``roomier.plan``.
+            combined with arguments that set a field of the Plan.
         strategy: how the model is distributed across ranks. The value is a name such as ``"single"``, ``"ddp"``,
             ``"zero2"`` or ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size":
             4}``. The dict ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact. None means
             ``"single"`` for one rank and ``"ddp"`` for several ranks (``ParallelPlan``, ``ChoicePlan``).
         accelerator: type of device (``ParallelPlan``).
         devices: number of ranks on each machine. ``"auto"`` uses the number of ranks that torchrun, SLURM or MPI
-            started. If there is no launcher, a strategy for several ranks uses all accelerators (``ParallelPlan``).
+            started. Without a launcher, a strategy for several ranks uses all accelerators (``ParallelPlan``).
         num_nodes: number of machines. ``"auto"`` uses the machines that the launcher provides (``ParallelPlan``).
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
@@ -91,46 +91,49 @@ class Trainer(TrainerAttributes):
             uses ``configure_optimizers`` (``OptimizerPlan``). For a model without this method, the value can also be an
             optimizer, or a function that creates the optimizer from the list of parameters.
         learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
-        lr_schedule: name of a schedule, or a dict with ``name`` and its settings, such as ``warmup_steps``
-            (``OptimizerPlan``).
+        lr_schedule: name of a schedule, or a dict with ``name`` and settings such as
+            ``warmup_steps`` (``OptimizerPlan``).
         step_in_backward: update each parameter in the backward pass. True means ``"exact"`` (``OptimizerPlan``).
         activation_checkpointing: activations to recompute in the backward pass. The value is a policy such as
-            ``"full"``, a budget for the peak memory of a step, in bytes (``"6GiB"``) or as a fraction (0.5), or a dict
-            such as ``{"every_n": 3}``. True means ``"full"`` (``ActivationPlan``).
+            ``"full"``, a dict such as ``{"every_n": 3}``, or a budget for the peak memory of a step, in bytes
+            (``"6GiB"``) or as a fraction (0.5). True means ``"full"`` (``ActivationPlan``).
         offload: tensors to store in host memory or on disk, such as ``{"optimizer_states": "disk"}`` (``OffloadPlan``).
         chunked_loss: compute the loss of a language model in chunks of this number of tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
         lora: rank of low-rank adapters on a frozen model, or a dict such as ``{"rank": 8}`` (``AdapterPlan``).
         compile: compile each block with ``torch.compile``. A dict sets ``backend`` and ``mode`` (``CompilePlan``).
-        memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
+        memory_budget: limit on a device's peak memory, such as ``"22GiB"``. None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: limit of the gradient norm or of each element. None and 0 disable clipping (``BatchPlan``).
+        gradient_clip_val: limit on the gradient norm or on each element. None and 0 disable clipping (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
-        seeding: seeds of the random numbers in a step, such as dropout masks: ``"stream"`` or ``"events"``
-            (``BatchPlan``). None means ``"events"`` with context or pipeline parallelism, otherwise ``"stream"``.
+        seeding: seeds of the random numbers in a step, such as dropout masks: ``"stream"`` or
+            ``"events"`` (``BatchPlan``). None means ``"events"`` with context or pipeline parallelism, otherwise
+            ``"stream"``.
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
-            samples per step is unchanged. ``"power"`` (True) doubles the size; ``"binsearch"`` then refines this size.
+            samples per step is unchanged. ``"power"`` (True) doubles the size as long as the micro-batch fits;
+            ``"binsearch"`` also searches between the last size that fits and the first that does not.
         max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if no other limit is set.
         min_epochs: minimum number of epochs.
         max_steps: maximum number of optimizer steps. -1 means no limit.
         min_steps: minimum number of optimizer steps.
         max_time: maximum training time, as ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its keyword arguments.
-        limit_train_batches: limit on batches per epoch on each rank, as a number (int) or as a fraction (float).
-        limit_val_batches: limit on batches of a validation over all ranks (int or fraction). 0 disables validation.
-        limit_test_batches: limit on batches of a test, in the same form as ``limit_val_batches``.
-        limit_predict_batches: limit on batches of a prediction, in the same form as ``limit_val_batches``.
+        limit_train_batches: maximum number (int) or fraction (float) of the batches that each rank reads in an epoch.
+        limit_val_batches: maximum number (int) or fraction (float) of the batches of a validation, over all ranks. 0
+            disables validation.
+        limit_test_batches: maximum number or fraction of the batches of a test, as in ``limit_val_batches``.
+        limit_predict_batches: maximum number or fraction of the batches of a prediction, as in ``limit_val_batches``.
         overfit_batches: number (int) or fraction (float) of the batches of each training and validation loader that a
             fit uses, in a fixed order. 0.0 disables this option.
-        fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
-        val_check_interval: number of training batches between two validations (int), fraction of an epoch (float), or
-            time between them, in a format of ``max_time``. The default is one epoch.
+        fast_dev_run: number of batches that each loop runs, without logs or checkpoints. True means 1.
+        val_check_interval: interval between two validations: a number of training batches (int), a fraction of an epoch
+            (float), or a time, as in ``max_time``. The default is one epoch.
         check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of
-            epochs. 0 creates the loaders once per fit.
+            epochs. With 0, the loaders are created once per fit.
         callbacks: one callback or a list of callbacks.
         logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
         enable_checkpointing: add a ModelCheckpoint callback if the callbacks contain none.
@@ -142,12 +145,13 @@ class Trainer(TrainerAttributes):
         detect_anomaly: raise an error that names the forward operation that caused a NaN gradient. Slows training.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
-        hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
-            a step. None disables the check.
-        default_root_dir: folder, or address such as ``"s3://bucket/runs"``, that contains the run folders
-            ``version_N``. The default is ``"runs"``, or the folder of the run in a worker of Ray Train.
-        upload_errors: what happens if a checkpoint cannot be uploaded to an address: ``"warn"`` tries again after the
-            next checkpoint, and ``"raise"`` ends the fit. A missing last checkpoint always raises an error.
+        hang_timeout: time, as in ``max_time``, after which the run ends if ranks wait for a rank that hangs in a step.
+            None disables the check.
+        default_root_dir: parent folder of the run folders ``version_N``, or an address such as ``"s3://bucket/runs"``.
+            The default is ``"runs"``, or the folder of the run in a worker of Ray Train.
+        upload_errors: action if a checkpoint cannot be uploaded to an address: ``"warn"`` prints a notice and retries
+            after the next checkpoint, and ``"raise"`` ends the fit. If the last checkpoint cannot be uploaded, the fit
+            always raises an error.
 
     Raises:
         RoomierError: an argument is unknown or invalid, or arguments are incompatible with each other.
