@@ -9,7 +9,7 @@ fused AdamW with float32 states. The keys of a row are:
 - ``train_loss``: mean of the last 100 training losses (at most a tenth of all losses), averaged over the seeds;
 - ``state_bytes_per_parameter``: bytes of optimizer states per parameter of large matrices, to which low-bit states
   apply; ``large_share``: fraction of the parameters in large matrices;
-- ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: processor time of this
+- ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: CPU time of this
   thread, which depends less on the load of the machine; ``step_ratio_to_adamw``: ratio of ``step_cpu_s`` to the
   ``step_cpu_s`` of AdamW.
 

@@ -116,7 +116,7 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of the loop ``who`` compared with the bare loop, and the time of one ``self.log``.
 
-    The time of ``self.log`` is a small difference between two large times, so it is measured as processor time, which
+    The time of ``self.log`` is a small difference between two large times, so it is measured as CPU time, which
     is less noisy than wall time.
     """
     return {
@@ -160,7 +160,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         ("step of the bare loop", "bare_us", "µs"),
         ("step of the Trainer", "trainer_us", "µs"),
         ("overhead per step", "overhead_us", "µs"),
-        ("overhead per step, processor time", "overhead_cpu_us", "µs"),
+        ("overhead per step, CPU time", "overhead_cpu_us", "µs"),
         ("one self.log", "log_us", "µs"),
         ("a callback without overridden hooks", "idle_callback_us", "µs"),
         ("a callback with one empty hook", "empty_hook_us", "µs"),

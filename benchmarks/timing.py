@@ -18,12 +18,12 @@ import torch
 class Cost:
     """The time of one step in microseconds.
 
-    The wall time is the time that a user waits. The processor time excludes the time of other processes. On a CPU,
+    The wall time is the time that a user waits. The CPU time excludes the time of other processes. On a CPU,
     if the machine runs no other work, both times are equal.
 
     Attributes:
         wall_us: wall time.
-        cpu_us: processor time of this thread.
+        cpu_us: CPU time of this thread.
     """
 
     wall_us: float

@@ -465,7 +465,7 @@ def _create(folder: Path) -> tuple[Path, int]:
             ) from error
 
 
-CHUNK_BYTES = 2**22  # Larger chunks are not faster, and smaller chunks require more processor time.
+CHUNK_BYTES = 2**22  # Larger chunks are not faster, and smaller chunks require more CPU time.
 
 
 class _TruncatedError(OSError):
