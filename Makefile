@@ -101,7 +101,7 @@ test-engines: $(SERVICES) $(SCHEMAS)/.installed
 
 $(SERVICES): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,services]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps litdata obstore
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps litdata obstore torchft
 	@touch $@
 
 test-full: lint $(SERVICES)

@@ -2,8 +2,9 @@
 
 In each of the first ``NUM_KILLS`` fits, another process kills a rank at a random moment of a random step. Each rank
 writes the samples and the losses of its steps, and the time of each completed step, to ``NOTES``. WHAT changes the last
-of these fits: ``zero`` kills rank 0, ``raises`` raises an error instead of the kill, and ``again`` kills a further rank
-while the fit is opened again. ``refit`` calls fit a second time.
+of these fits: ``zero`` kills rank 0, ``last`` kills the last rank, ``raises`` raises an error instead of the kill, and
+``again`` kills a further rank while the fit is opened again. ``refit`` calls fit a second time. With ``NODE_RANK``, the
+ranks are divided among two nodes.
 """
 
 import os
@@ -23,6 +24,7 @@ from tests.engines.training import GLOBAL_BATCH, Model, Numbered
 NOTES, STRATEGY = Path(sys.argv[1]), sys.argv[2]
 NUM_KILLS, SEED, WHAT = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 NUM_RANKS, STEP_S = 4, 0.03
+NUM_NODES = 2 if "NODE_RANK" in os.environ else 1
 
 
 class Failing(roomier.Callback):
@@ -41,8 +43,9 @@ class Failing(roomier.Callback):
         self.ended, size = trainer.global_step, trainer.world.size
         has_state = STRATEGY == "ddp" or self.num_fits > 1  # otherwise, a first snapshot must exist
         self.fails_in = trainer.global_step + self.draw.randrange(0 if has_state else 2, 7)
-        is_zero = size == 1 or (WHAT == "zero" and self.num_fits == NUM_KILLS)
-        self.failing, self.delay_s = 0 if is_zero else self.draw.randrange(1, size), self.draw.random() * 4 * STEP_S
+        named = {"zero": 0, "last": size - 1} if self.num_fits == NUM_KILLS else {}
+        drawn = 0 if size == 1 else self.draw.randrange(1, size)
+        self.failing, self.delay_s = named.get(WHAT, drawn), self.draw.random() * 4 * STEP_S
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         is_failing = self.num_fits <= NUM_KILLS and trainer.global_rank == self.failing
@@ -74,7 +77,8 @@ def main() -> None:
     places = {"place": NOTES / "memory"}
     trainer = roomier.Trainer(
         max_epochs=5,
-        devices=NUM_RANKS,
+        devices=NUM_RANKS // NUM_NODES,
+        num_nodes=NUM_NODES,
         accelerator="cpu",
         strategy=STRATEGY,
         logger=False,

@@ -30,8 +30,8 @@ _PLAIN_FEEDS = ("ordered", "list")  # other feeds have a position on each rank, 
 
 
 class ElasticRanks(Callback):
-    """Callback with which a run on one machine continues without ranks that were killed, for example because the
-    machine ran out of memory.
+    """Callback with which a run on CPUs continues without ranks that were killed, for example because the machine ran
+    out of memory.
 
     The processes of the other ranks survive. They form a new process group, divide the same global batch among
     themselves, and open the run again, as if ``fit`` were called with ``ckpt_path``, so hooks such as ``setup`` and
@@ -39,15 +39,20 @@ class ElasticRanks(Callback):
     completed the most steps, so no completed step is repeated. With other strategies, a part of the state is lost, so
     they continue from the newest snapshot of :class:`PeerSnapshots`, or from the newest checkpoint of the run.
 
-    The run ends, as without this callback, if rank 0 is killed, if a rank raises an error, if a further rank is killed
-    while the others form the new process group, or if there is no state from which the run can continue.
+    On several machines, torchft's lighthouse at the address in ``TORCHFT_LIGHTHOUSE`` determines the ranks that are
+    left. If a rank is killed, its machine ends, and the other machines continue.
+
+    The run ends, as without this callback, if rank 0 is killed on a single machine, if a rank raises an error, if a
+    further rank is killed while the others form the new process group, or if there is no state from which the run can
+    continue.
 
     Args:
-        place: folder in memory, through which a survivor passes its state to the others.
+        place: folder in memory, through which a survivor passes its state to the others. Several machines use
+            ``default_root_dir`` instead, which they must share.
 
     Raises:
-        RoomierError: when training starts, if roomier did not start the ranks, if they run on several machines or on
-            accelerators, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA,
+        RoomierError: when training starts, if roomier did not start the ranks, if they run on accelerators, or on
+            several machines without a lighthouse, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA,
             offloading, compile, or ranks that share samples.
 
     Example:
@@ -94,7 +99,7 @@ class ElasticRanks(Callback):
 
         self._watch = group.watch_kills()
         if self._watch is None:
-            problem = "requires ranks that roomier started on the CPUs of one machine"
+            problem = "requires ranks that roomier started on CPUs and, on several machines, TORCHFT_LIGHTHOUSE"
             action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
         requested = run.settled.request.plan

@@ -26,6 +26,7 @@ from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, Launch, export, launch_of
 from roomier.launch.failure import FailureNews
+from roomier.launch.lighthouse import LIGHTHOUSE
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.start import start_ranks
 from roomier.launch.survivors import KillWatch
@@ -90,23 +91,33 @@ def _join(world: World, device_type: str, store: TCPStore, children: Children | 
     if children is not None:
         children.have_met = True
     heartbeat.prepare(world, connect, news)
-    if STARTED_BY_ROOMIER in os.environ and world.local_size == world.size and device_type == "cpu":
-        again = partial(_join, device_type=device_type, store=store, children=children, news=news)
-        _watch_kills = partial(KillWatch, world, connect, children, partial(_rejoin, again))
+    if STARTED_BY_ROOMIER not in os.environ or device_type != "cpu":
+        return
+    again = partial(_join, device_type=device_type, children=children, news=news)
+    if world.local_size < world.size and LIGHTHOUSE not in os.environ:
+        return
+    address = None if world.local_size == world.size else _own_address_towards(os.environ["MASTER_ADDR"])
+    _watch_kills = partial(KillWatch, world, connect, children, partial(_rejoin, again, store), meeting, address)
 
 
 def watch_kills() -> KillWatch | None:
     """Watch for killed ranks, without which the run continues; None if another launcher started the ranks, or if they
-    run on several machines or on accelerators."""
+    run on accelerators.
+
+    Raises:
+        RoomierError: the ranks run on several machines, and the lighthouse cannot be used.
+    """
     return None if _watch_kills is None else _watch_kills()
 
 
-def _rejoin(join: Callable[[World], None], world: World) -> None:
+def _rejoin(join: Callable[..., None], store: TCPStore, world: World, other_store: TCPStore | None) -> None:
     _leave()
+    store = other_store or store
+    os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port))
     export(Launch("roomier", world), os.environ)
     hook = sys.excepthook
     if world.size > 1:
-        join(world)
+        join(world, store=store)
     sys.excepthook = hook  # torch added its hook again
 
 
@@ -251,6 +262,11 @@ def choose_interface(world: World, address: str, environ: MutableMapping[str, st
 
 
 def _interface_towards(address: str) -> str | None:
+    own = _own_address_towards(address)
+    return None if own is None else interface_of(own)
+
+
+def _own_address_towards(address: str) -> str | None:
     try:
         target = socket.gethostbyname(address)
     except OSError:
@@ -263,4 +279,4 @@ def _interface_towards(address: str) -> str | None:
         except OSError:
             return None
         own: str = probe.getsockname()[0]
-    return interface_of(own)
+    return own

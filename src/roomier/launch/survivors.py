@@ -1,29 +1,35 @@
 """Ranks that continue after other ranks were killed: they learn of the loss, agree on the survivors, and meet again.
 
-Rank 0 started the other ranks, so it learns first that one was killed. It publishes the loss in the store of the
-rendezvous, which a thread of each rank reads. This thread then closes the connections of all process groups, because a
-rank whose connection to the killed rank is not in use would otherwise wait for ranks that have already failed.
+On one machine, rank 0 started the other ranks, so it learns first that one was killed. It publishes the loss in the
+store of the rendezvous, which a thread of each rank reads. This thread then closes the connections of all process
+groups, because a rank whose connection to the killed rank is not in use would otherwise wait for ranks that have
+already failed. On several machines, the ranks whose collectives fail first publish the loss, and torchft's lighthouse
+determines the ranks that are left. A node that has lost a rank ends, so all nodes keep the same number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
-from roomier.core.ranks import close_connections, stop_waiting_after
+from roomier.core.ranks import announce, announced, close_connections, sendable, stop_waiting_after
 from roomier.core.world import World
 from roomier.launch.failure import PATIENCE_S
+from roomier.launch.lighthouse import LIGHTHOUSE, Lighthouse
+from roomier.launch.meet import serve
 from roomier.launch.watch import Children, ended
 
 _POLL_S = 0.05
@@ -39,7 +45,9 @@ class Survivors:
         lost: descriptions of the ends of the other ranks.
         step: newest step of which a survivor has the complete state; -1 if there is none.
         source: previous number of a survivor that has the state of ``step``.
-        folder: empty folder in memory, through which this survivor passes its state to the others.
+        folder: new folder, through which this survivor passes its state to the others.
+        nodes: previous numbers of the nodes of the survivors, in the order of their new numbers.
+        store: address of the store of the new process group; None for the previous store.
     """
 
     ranks: list[int]
@@ -47,11 +55,15 @@ class Survivors:
     step: int
     source: int
     folder: str
+    nodes: list[int] | None = None
+    store: str | None = None
 
     def world_of(self, world: World) -> World:
         """Return the new position of the rank whose position was ``world``."""
         rank, size = self.ranks.index(world.rank), len(self.ranks)
-        return World(rank, size, local_rank=rank, local_size=size)
+        if self.nodes is None:
+            return World(rank, size, local_rank=rank, local_size=size)
+        return replace(world, rank=rank, size=size, node_rank=self.nodes.index(world.node_rank))
 
 
 class KillWatch:
@@ -61,10 +73,13 @@ class KillWatch:
         world: position of this process.
         connect: function that opens a connection to the store, with keys of the current rendezvous.
         children: the ranks that this process started; None on the other ranks.
-
-    Attributes:
         rejoin: function that leaves the process group and creates a new one, in which this process has the given
-            position. Every survivor must call it after :meth:`close`.
+            position. The store of the rendezvous is the given one, or the previous one.
+        run: name of this rendezvous.
+        address: address of this node. Given only on several machines, it selects the lighthouse.
+
+    Raises:
+        RoomierError: the lighthouse cannot be used.
     """
 
     def __init__(
@@ -72,12 +87,18 @@ class KillWatch:
         world: World,
         connect: Callable[[], Store],
         children: Children | None,
-        rejoin: Callable[[World], None],
+        rejoin: Callable[[World, TCPStore | None], None],
+        run: str = "",
+        address: str | None = None,
     ) -> None:
-        self._world, self._connect, self._children = world, connect, children
-        self.rejoin = rejoin
+        self._world, self._store, self._children = world, connect(), children
+        self._rejoin = rejoin
         self._is_lost, self._stop = threading.Event(), threading.Event()
-        if children is not None:
+        self._run, self._address = run, address
+        self._lighthouse: Lighthouse | None = None
+        if address is not None:
+            self._lighthouse = Lighthouse(os.environ[LIGHTHOUSE], run, world.rank)
+        elif children is not None:
             children.may_lose = True
         stop_waiting_after(self._is_lost)
         self._thread = threading.Thread(target=self._watch, name="roomier-lost", daemon=True)
@@ -88,6 +109,8 @@ class KillWatch:
         self._stop.set()
         self._thread.join()
         stop_waiting_after(None)
+        if self._lighthouse is not None:
+            self._lighthouse.close()
         if self._children is not None:
             self._children.may_lose = False
 
@@ -97,7 +120,7 @@ class KillWatch:
         Args:
             progress: step of which this rank has the complete state, or -1 if it has none; and True if no work is left
                 in this step. The survivor with the largest value is the source.
-            place: folder in which rank 0 creates the folder for the state.
+            place: folder for the folder of the state. On several machines, all nodes must share it.
             timeout_s: maximum time to wait for the other survivors in seconds.
 
         Returns:
@@ -106,9 +129,11 @@ class KillWatch:
         Raises:
             TrainingError: a survivor does not call this method in time.
         """
+        if self._lighthouse is not None:
+            return self._members(self._lighthouse, progress, place, timeout_s)
         if not self._is_lost.wait(PATIENCE_S):
             return None
-        store, until = self._connect(), time.monotonic() + timeout_s
+        store, until = self._store, time.monotonic() + timeout_s
         store.set(f"{_SURVIVORS}/{self._world.rank}", json.dumps(progress))
         while self._children is None and not store.check([_SURVIVORS]):
             self._sleep(until, 0)
@@ -129,6 +154,56 @@ class KillWatch:
             store.set(_SURVIVORS, json.dumps([ranks, ends, found[source][0], source, folder]))
         return Survivors(*json.loads(store.get(_SURVIVORS)))
 
+    def _members(
+        self, lighthouse: Lighthouse, progress: tuple[int, bool], place: Path, timeout_s: float
+    ) -> Survivors | None:
+        if announced() is not None:
+            return None
+        self._is_lost.set()
+        with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
+            self._store.set(_LOST, "")
+        world, store = self._world, ""
+        if world.local_rank == 0:
+            assert self._address is not None
+            self._server = serve(self._address, timeout_s)
+            store = f"{self._address}:{self._server.port}"
+        data = {"progress": progress, "node": world.node_rank}
+        try:
+            found = lighthouse.members(store, data, timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            problem = f"the lighthouse did not determine the ranks that are left: {error}"
+            action = "Start the run again with ckpt_path='last'"
+            raise TrainingError("rank", world.rank, problem, action) from error
+        num_by_node = Counter(each["node"] for _, each in found.values())
+        nodes = sorted(node for node, number in num_by_node.items() if number == world.local_size)
+        if world.node_rank not in nodes or len(found) == world.size:
+            return None
+        ranks = sorted(rank for rank, (_, each) in found.items() if each["node"] in nodes)
+        source = max(ranks, key=lambda rank: found[rank][1]["progress"])
+        if self._children is not None:
+            self._children.keep(ranks)
+        lost = [f"node {node} was lost" for node in range(world.size // world.local_size) if node not in nodes]
+        folder = place / f"roomier-state-{self._run.rpartition('/')[2]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        step = found[source][1]["progress"][0]
+        return Survivors(ranks, lost, step, source, str(folder), nodes, found[ranks[0]][0])
+
+    def end_others(self, error: Exception) -> None:
+        """Let the ranks of other machines end with ``error``, which ends this rank."""
+        if self._lighthouse is not None:
+            announce(sendable(error))
+            _close_all()
+
+    def rejoin(self, survivors: Survivors) -> None:
+        """Leave the process group, and create one of ``survivors``. Every survivor must call this method after
+        :meth:`close`."""
+        store = None
+        if survivors.store is not None:
+            host, _, port = survivors.store.rpartition(":")
+            is_server = survivors.ranks[0] == self._world.rank
+            store = self._server if is_server else TCPStore(host, int(port), wait_for_workers=False)
+        self._rejoin(survivors.world_of(self._world), store)
+
     def _sleep(self, until: float, rank: int) -> None:
         if time.monotonic() > until:
             action = "Start the run again with ckpt_path='last'"
@@ -137,12 +212,20 @@ class KillWatch:
 
     def _watch(self) -> None:
         with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
-            store = self._connect()
             while not self._stop.wait(_POLL_S):
                 if self._children is not None and any(code < 0 for code in self._children.codes().values()):
-                    store.set(_LOST, "")
-                if self._is_lost.is_set() or store.check([_LOST]):
+                    self._store.set(_LOST, "")
+                if self._is_lost.is_set() or self._store.check([_LOST]):
                     self._is_lost.set()
-                    for group in torch_private.process_groups():  # again in each round, because groups can be new
-                        with suppress(ValueError):  # the training thread has destroyed this group
-                            close_connections(group)
+                    _close_all()  # again in each round, because groups can be new
+            return
+        if self._lighthouse is not None:
+            self._is_lost.set()
+            while not self._stop.wait(_POLL_S):
+                _close_all()
+
+
+def _close_all() -> None:
+    for group in torch_private.process_groups():
+        with suppress(ValueError):  # the training thread has destroyed this group
+            close_connections(group)

@@ -59,8 +59,10 @@ class Children:
         return {} if self._failed is not None else {rank: code for rank, code in codes.items() if code is not None}
 
     def keep(self, ranks: Sequence[int]) -> None:
-        """Watch only ``ranks``, which include this process, and number them by their positions in ``ranks``."""
-        self._processes = {number: self._processes[rank] for number, rank in enumerate(ranks) if number}
+        """Watch only the ``ranks`` that this process started, and number them by their positions in ``ranks``."""
+        self._processes = {
+            number: self._processes[rank] for number, rank in enumerate(ranks) if rank in self._processes
+        }
 
     def _forget(self) -> None:  # a forked process, such as a worker of a DataLoader, did not start the ranks
         self._processes = {}

@@ -19,6 +19,7 @@ from roomier.plan.choices import averages_itself
 from roomier.run.progress import Progress
 from roomier.run.run import Run
 from roomier.run.settled import Request, Start
+from roomier.storage.mirror import local_of
 from roomier.train.fit import is_validation_due
 from roomier.train.saving.save import save_alone
 from roomier.train.settling.job import global_batch_of
@@ -50,12 +51,16 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
     with ExitStack() as on_failure:
         on_failure.callback(watch.close)
         own = _own_step(run, callback), callback.is_at_save_point
-        survivors = watch.survivors(own, callback.place, _TIMEOUT_S) if is_of_lost_peer(error) else None
+        if not is_of_lost_peer(error):
+            watch.end_others(error)
+            return None
+        is_one_machine = request.world.size == request.world.local_size
+        survivors = watch.survivors(own, callback.place if is_one_machine else local_of(request.root), _TIMEOUT_S)
         if survivors is None:
             return None
         world, is_held = survivors.world_of(request.world), survivors.step >= 0
         after = f"continues after step {survivors.step}" if is_held else "returns to the newest snapshot or checkpoint"
-        notice(f"{' and '.join(survivors.lost)}. Training {after} on {world.size} of {request.world.size} ranks")
+        text = f"{' and '.join(survivors.lost)}. Training {after} on {world.size} of {request.world.size} ranks"
         received = callback.received = Path(survivors.folder)
         on_failure.callback(shutil.rmtree, received, ignore_errors=True)
         checkpoint = received / "state" if is_held else None
@@ -63,7 +68,9 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
             _write(run, callback, checkpoint)
         watch.close()
         start = Start(checkpoint, run.folder, batch=global_batch_of(run.plan, run.settled.data))
-        plan = replace(request.plan, parallel=replace(request.plan.parallel, devices=world.size, num_nodes=1))
+        num_nodes = world.size // world.local_size
+        parallel = replace(request.plan.parallel, devices=world.local_size, num_nodes=num_nodes)
+        plan = replace(request.plan, parallel=parallel)
         trainer.forget_runs(Progress(**run.progress.state()))
         trainer.world, trainer.ranks, trainer.plan, trainer.requested_plan = world, Ranks(), plan, plan
         if is_sharded(network_of(request.module)):
@@ -72,8 +79,9 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
         del run
         for each in chain(error):
             traceback.clear_frames(each.__traceback__)  # the frames refer to the run, and so to the old process groups
-        watch.rejoin(world)
+        watch.rejoin(survivors)
         on_failure.pop_all()
+        notice(text)  # printed by the new rank 0
     return replace(request, plan=plan, world=world, fitted=None, continues=start)
 
 
