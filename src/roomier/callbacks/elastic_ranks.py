@@ -51,9 +51,9 @@ class ElasticRanks(Callback):
             ``default_root_dir`` instead, which they must share.
 
     Raises:
-        RoomierError: when training starts, if roomier did not start the ranks, if they run on accelerators, or on
-            several machines without a lighthouse, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with LoRA,
-            offloading, compile, or ranks that share samples.
+        RoomierError: when training starts, if roomier did not start the ranks, if they run on accelerators or, without
+            a lighthouse, on several machines, if the strategy is not ``"ddp"``, ``"zero2"`` or ``"zero3"``, or with
+            LoRA, offloading, compile, or ranks that share samples.
 
     Example:
         >>> trainer = roomier.Trainer(strategy="ddp", devices=4, callbacks=[ElasticRanks()])
@@ -102,6 +102,7 @@ class ElasticRanks(Callback):
             problem = "requires ranks that roomier started on CPUs and, on several machines, TORCHFT_LIGHTHOUSE"
             action = "Start the script with `python`, or use PeerSnapshots with a launcher that restarts the job"
             raise RoomierError("callbacks", type(self).__name__, problem, action)
+        run.ranks.barrier()  # a lighthouse waits only for ranks that have connected to it
         requested = run.settled.request.plan
         parallel, parts = requested.parallel, (requested.adapter, requested.offload, requested.compile)
         action = f"Remove {type(self).__name__}, or this setting"

@@ -111,7 +111,10 @@ def watch_kills() -> KillWatch | None:
 
 
 def _rejoin(join: Callable[..., None], store: TCPStore, world: World, other_store: TCPStore | None) -> None:
+    assert _news is not None
+    _news.has_error = True  # the heartbeat of rank 0 would otherwise wait until the lost ranks leave
     _leave()
+    _news.has_error = False
     store = other_store or store
     os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port))
     export(Launch("roomier", world), os.environ)
