@@ -129,7 +129,8 @@ class Trainer(TrainerAttributes):
         fast_dev_run: number of batches that each loop runs, without logs or checkpoints. True means 1.
         val_check_interval: interval between two validations: a number of training batches (int), a fraction of an epoch
             (float), or a time, as in ``max_time``. The default is one epoch.
-        check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` counts across epochs.
+        check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` counts batches across
+            epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of
