@@ -26,7 +26,7 @@ def pages() -> Iterator[tuple[str, str]]:
     for verb, (summary, _) in VERBS.items():
         parts.append(f"## {verb}")
         if verb in _LIKE_FIT:
-            parts.append(f"To {summary}, pass the options of [`roomier fit`](#fit).")
+            parts.append(f"To {summary}, run `roomier {verb}` with the options of [`roomier fit`](#fit).")
             continue
         parts.append(_shown(verb, "--help"))
         if verb == "fit":
