@@ -36,8 +36,9 @@ class ElasticRanks(Callback):
     The processes of the other ranks survive. They form a new process group, divide the same global batch among
     themselves, and open the run again, as if ``fit`` were called with ``ckpt_path``, so hooks such as ``setup`` and
     ``on_fit_start`` are called again. With ``strategy="ddp"``, they continue from the state of the survivor that
-    completed the most steps, so no completed step is repeated. With other strategies, a part of the state is lost, so
-    they continue from the newest snapshot of :class:`PeerSnapshots`, or from the newest checkpoint of the run.
+    completed the most steps, so no completed step is repeated. If a part of the state is lost, as with other strategies
+    or the position of a stream, they continue from the newest snapshot of :class:`PeerSnapshots`, or from the newest
+    checkpoint of the run.
 
     On several machines, torchft's lighthouse at the address in ``TORCHFT_LIGHTHOUSE`` determines the ranks that are
     left. If a rank is killed, its machine ends, and the other machines continue.
