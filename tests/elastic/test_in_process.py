@@ -29,14 +29,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return notes
 
 
+def started(notes: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
+    """Start the program with further arguments and environment variables."""
+    removed = (*RANK_VARIABLES, "PYTEST_CURRENT_TEST")
+    environ = {name: value for name, value in os.environ.items() if name not in removed} | environ
+    command = [sys.executable, "-m", "tests.elastic.program", str(notes), *words]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+
+
 def run(notes: Path, strategy: str, num_kills: int, seed: int, what: str = "") -> tuple[int, str, float]:
     """Run the program. Return its exit code, its messages, and the time at which it was started."""
     (notes / "memory").mkdir()
-    environ = {
-        name: value for name, value in os.environ.items() if name not in (*RANK_VARIABLES, "PYTEST_CURRENT_TEST")
-    }
-    words = [sys.executable, "-m", "tests.elastic.program", str(notes), strategy, str(num_kills), str(seed), what]
-    with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with started(notes, strategy, str(num_kills), str(seed), what) as process:
         started_s = psutil.Process(process.pid).create_time()
         return process.wait(120), process.stderr.read() if process.stderr else "", started_s
 
@@ -97,9 +101,7 @@ def test_survivors_agree_on_the_most_advanced_state(
 ) -> None:
     store, children = HashStore(), Ended()
     worlds = [World(rank, 4, local_rank=rank, local_size=4) for rank in (0, 1, 3)]
-    watches = [
-        KillWatch(each, lambda: store, cast(Any, children) if each.rank == 0 else None, print) for each in worlds
-    ]
+    watches = [KillWatch(each, store, cast(Any, children) if each.rank == 0 else None, print) for each in worlds]
     assert children.may_lose
     with ThreadPoolExecutor() as pool:
         found = list(

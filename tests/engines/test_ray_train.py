@@ -15,15 +15,12 @@ import pytest
 import yaml
 
 from roomier.checkpoint.run_state import peek_run
-from tests.engines.training import Kill, check_same, steps_of, train, undisturbed
+from tests.engines.training import Kill, check_same, few_or_ten_kills, steps_of, train, undisturbed
 from tests.ranks.pool import RankPool
 
 pytestmark = [pytest.mark.services, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'roomier[ray]')")
 pytest.importorskip("ray.train", reason="ray[train] is not installed (pip install 'roomier[ray]')")
-
-NUM_KILLS = 10
-
 
 _NODE = {"num_cpus": 3, "object_store_memory": 80_000_000}
 
@@ -72,20 +69,22 @@ def in_worker(config: dict[str, Any]) -> None:
     train(**settings, num_ranks=num_ranks, callbacks=[RayTrainReport(every_n_train_steps=4)])
 
 
-def test_ten_kills_change_no_bit(cluster: Any, on_ranks: RankPool, tmp_path: Path) -> None:
-    settings = {"max_epochs": 16, "dropout": 0.1}
+@few_or_ten_kills
+def test_kills_change_no_bit(cluster: Any, on_ranks: RankPool, tmp_path: Path, num_kills: int) -> None:
+    num_epochs = 6 + num_kills
+    settings = {"max_epochs": num_epochs, "dropout": 0.1}
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
     notes = tmp_path / "killed" / "notes"
-    result = fit(tmp_path / "killed", 2, NUM_KILLS, before_step=Kill(notes, range(NUM_KILLS), within=8), **settings)
+    result = fit(tmp_path / "killed", 2, num_kills, before_step=Kill(notes, range(num_kills), within=8), **settings)
     assert result.error is None
-    assert len(list(notes.glob("attempt-*"))) == 2 * (NUM_KILLS + 1)
+    assert len(list(notes.glob("attempt-*"))) == 2 * (num_kills + 1)
     check_same(notes, tmp_path / "undisturbed")
-    assert result.metrics["step"] == 96
+    assert result.metrics["step"] == 6 * num_epochs
     assert 0 < result.metrics["loss"] < 1
     kept = sorted((tmp_path / "killed" / "ray" / "run" / "version_0" / "checkpoints").glob("epoch=*"))
     assert [Path(each.path) for each, _ in result.best_checkpoints] == kept  # not copied, and Ray removed the others
-    assert [values["step"] for _, values in result.best_checkpoints] == [92, 96]
+    assert [values["step"] for _, values in result.best_checkpoints] == [6 * num_epochs - 4, 6 * num_epochs]
     assert Path(result.checkpoint.path) == kept[-1]
 
 

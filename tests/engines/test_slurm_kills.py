@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engines.training import check_same, undisturbed
+from tests.engines.training import check_same, few_or_ten_kills, undisturbed
 from tests.launch.slurm import PROGRAMS, Cluster, cluster, wait_until
 from tests.ranks.pool import RankPool
 
@@ -52,24 +52,26 @@ def fail_node(slurm: Cluster, job: str) -> None:
 
 
 @pytest.mark.timeout(500)
-def test_eight_kills_and_two_failures_of_the_node_change_no_bit(
-    slurm: Cluster, on_ranks: RankPool, tmp_path: Path
+@few_or_ten_kills
+def test_kills_and_failures_of_the_node_change_no_bit(
+    slurm: Cluster, on_ranks: RankPool, tmp_path: Path, num_kills: int
 ) -> None:
-    settings = {"max_epochs": 16, "dropout": 0.1, "strategy": "zero2"}
+    settings = {"max_epochs": 6 + num_kills, "dropout": 0.1, "strategy": "zero2"}
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
     (notes := tmp_path / "killed").mkdir()
-    kills = [0, 1, 2, 4, 5, 6, 8, 9]  # SLURM starts the script again after the failures of the node
+    failures = [1] if num_kills == 4 else [3, 7]  # SLURM then starts the script again, which has four attempts
+    kills = [each for each in range(num_kills) if each not in failures]
     log = tmp_path / "job.log"
     job = submit(slurm, f"python -m tests.engines.programs.train {notes} '{json.dumps(settings)}' '{kills}'", log)
-    for attempt in (3, 7):
+    for attempt in failures:
         begun = [notes / f"attempt-{rank}-{attempt}" for rank in range(2)]
         wait_until(lambda: all(each.exists() for each in begun), log.read_text, 400)  # noqa: B023
         fail_node(slurm, job)
     wait_until(lambda: slurm.values_of(job)["JobState"] in ("COMPLETED", "FAILED"), log.read_text, 400)
     assert slurm.values_of(job)["JobState"] == "COMPLETED", log.read_text()
-    assert slurm.values_of(job)["Restarts"] == "2"
-    assert len(list(notes.glob("attempt-*"))) == 2 * 11
+    assert slurm.values_of(job)["Restarts"] == str(len(failures))
+    assert len(list(notes.glob("attempt-*"))) == 2 * (num_kills + 1)
     check_same(notes, tmp_path / "undisturbed")
 
 

@@ -15,26 +15,26 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from tests.engines.training import check_same, undisturbed
+from tests.engines.training import check_same, few_or_ten_kills, undisturbed
 from tests.ranks.pool import RankPool
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 PROGRAM = ("-m", "tests.engines.programs.train")
 ROOT = Path(__file__).parents[2]
-NUM_KILLS = 10
 
 pytestmark = pytest.mark.services
 
 
-def test_ten_kills_change_no_bit(on_ranks: RankPool, tmp_path: Path) -> None:
-    settings = {"max_epochs": 16, "dropout": 0.1, "strategy": "zero2"}
+@few_or_ten_kills
+def test_kills_change_no_bit(on_ranks: RankPool, tmp_path: Path, num_kills: int) -> None:
+    settings = {"max_epochs": 6 + num_kills, "dropout": 0.1, "strategy": "zero2"}
     (tmp_path / "undisturbed").mkdir()
     on_ranks(2, undisturbed, tmp_path / "undisturbed", **settings)
     (notes := tmp_path / "killed").mkdir()
-    launcher = [TORCHRUN, "--nproc-per-node=2", f"--max-restarts={NUM_KILLS}", *PROGRAM]
-    arguments = [notes, json.dumps(settings), json.dumps([*range(NUM_KILLS)])]
+    launcher = [TORCHRUN, "--nproc-per-node=2", f"--max-restarts={num_kills}", *PROGRAM]
+    arguments = [notes, json.dumps(settings), json.dumps([*range(num_kills)])]
     subprocess.run([*launcher, *arguments], cwd=ROOT, check=True, timeout=500)
-    assert len(list(notes.glob("attempt-*"))) == 2 * (NUM_KILLS + 1)
+    assert len(list(notes.glob("attempt-*"))) == 2 * (num_kills + 1)
     check_same(notes, tmp_path / "undisturbed")
 
 
@@ -95,7 +95,14 @@ def agents(notes: Path, options: dict[str, object]) -> Iterator[Agents]:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(  # the first number of ranks divides the global batch
-    ("strategy", "sizes"), [("ddp", (2, 3, 2, 4, 2)), ("zero2", (4, 3, 4, 2)), ("zero3", (4, 2, 4, 3))]
+    ("strategy", "sizes"),
+    [
+        ("ddp", (2, 3, 2)),
+        ("zero3", (4, 3)),
+        pytest.param("ddp", (2, 3, 2, 4, 2), marks=pytest.mark.slow),
+        pytest.param("zero2", (4, 3, 4, 2), marks=pytest.mark.slow),
+        pytest.param("zero3", (4, 2, 4, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_kills_change_the_number_of_ranks(
     on_ranks: RankPool, tmp_path: Path, strategy: str, sizes: tuple[int, ...]

@@ -11,12 +11,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import roomier
+
+few_or_ten_kills = pytest.mark.parametrize("num_kills", [4, pytest.param(10, marks=pytest.mark.slow)])
 
 NUM_SAMPLES = 48
 GLOBAL_BATCH = 8  # 6 steps per epoch

@@ -25,3 +25,8 @@ class World:
     def is_global_zero(self) -> bool:
         """True if this process is rank 0."""
         return self.rank == 0
+
+    @property
+    def is_one_node(self) -> bool:
+        """True if all ranks run on this node."""
+        return self.local_size == self.size

@@ -26,7 +26,7 @@ from roomier.core.world import World
 from roomier.launch import heartbeat
 from roomier.launch.environment import STARTED_BY_ROOMIER, Launch, export, launch_of
 from roomier.launch.failure import FailureNews
-from roomier.launch.lighthouse import LIGHTHOUSE
+from roomier.launch.lighthouse import LIGHTHOUSE, Lighthouse
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.start import start_ranks
 from roomier.launch.survivors import KillWatch
@@ -41,7 +41,7 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 _NUM_FILES = 24  # files that a rank opens in addition to one connection per rank
 
 _news: FailureNews | None = None
-_watch_kills: Callable[[], KillWatch] | None = None
+_watch_kills: Callable[[], KillWatch | None] | None = None
 
 
 def should_report(error: BaseException) -> bool:
@@ -93,16 +93,23 @@ def _join(world: World, device_type: str, store: TCPStore, children: Children | 
     heartbeat.prepare(world, connect, news)
     if STARTED_BY_ROOMIER not in os.environ or device_type != "cpu":
         return
-    again = partial(_join, device_type=device_type, children=children, news=news)
-    if world.local_size < world.size and LIGHTHOUSE not in os.environ:
-        return
-    address = None if world.local_size == world.size else _own_address_towards(os.environ["MASTER_ADDR"])
-    _watch_kills = partial(KillWatch, world, connect, children, partial(_rejoin, again, store), meeting, address)
+
+    def watch_kills() -> KillWatch | None:
+        again = partial(_join, device_type=device_type, children=children, news=news)
+        lighthouse = None
+        if not world.is_one_node:
+            host, address = _own_address_towards(os.environ["MASTER_ADDR"]), os.environ.get(LIGHTHOUSE)
+            if host is None or address is None:
+                return None
+            lighthouse = Lighthouse(address, meeting, world.rank, host)
+        return KillWatch(world, connect(), children, partial(_rejoin, again, store), lighthouse)
+
+    _watch_kills = watch_kills
 
 
 def watch_kills() -> KillWatch | None:
-    """Watch for killed ranks, without which the run continues; None if another launcher started the ranks, or if they
-    run on accelerators.
+    """Watch for killed ranks, without which the run continues; None if another launcher started the ranks, if they run
+    on accelerators, or if they run on several machines without a lighthouse.
 
     Raises:
         RoomierError: the ranks run on several machines, and the lighthouse cannot be used.
@@ -112,9 +119,7 @@ def watch_kills() -> KillWatch | None:
 
 def _rejoin(join: Callable[..., None], store: TCPStore, world: World, other_store: TCPStore | None) -> None:
     assert _news is not None
-    _news.has_error = True  # the heartbeat of rank 0 would otherwise wait until the lost ranks leave
-    _leave()
-    _news.has_error = False
+    _leave(waits=False)  # the lost ranks publish no last record
     store = other_store or store
     os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port))
     export(Launch("roomier", world), os.environ)
@@ -234,11 +239,11 @@ def _reported_exit(news: FailureNews) -> Iterator[None]:
         os._exit = original
 
 
-def _leave() -> None:
+def _leave(*, waits: bool = True) -> None:
     # If a process group still exists when the interpreter exits, threads of the group can abort the process. These
     # threads are joined when the last reference to the process group is deleted. Sharded models contain such references
     # in cycles, which the garbage collector deletes.
-    heartbeat.close()
+    heartbeat.close(waits=waits)
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
@@ -258,7 +263,7 @@ def choose_interface(world: World, address: str, environ: MutableMapping[str, st
     Args:
         address: host name or IP address of rank 0.
     """
-    if world.local_size == world.size:
+    if world.is_one_node:
         keep_on_loopback(environ)
     elif "GLOO_SOCKET_IFNAME" not in environ and (name := _interface_towards(address)) is not None:
         environ["GLOO_SOCKET_IFNAME"] = name

@@ -65,12 +65,16 @@ def prepare(world: World, connect: Callable[[], Store], news: FailureNews) -> No
     _heartbeat = Heartbeat(world, connect, news)
 
 
-def close() -> None:
-    """Stop the heartbeat of this process. Call this function before the process leaves the process group."""
+def close(*, waits: bool = True) -> None:
+    """Stop the heartbeat of this process. Call this function before the process leaves the process group.
+
+    Args:
+        waits: if True, a process that serves the store waits for the last records of the other ranks.
+    """
     global _heartbeat
     heartbeat, _heartbeat = _heartbeat, None
     if heartbeat is not None:
-        heartbeat.close()
+        heartbeat.close(waits=waits)
 
 
 @contextmanager
@@ -125,7 +129,7 @@ class Heartbeat:
         self._verdict: Verdict | None = None
         self._last_number = 0
         self._noted: set[tuple[int, str]] = set()
-        self._stop = threading.Event()
+        self._stop, self._waits = threading.Event(), True
         self._threads: list[threading.Thread] = []
 
     def watch(self, run: WatchedRun | None) -> None:
@@ -138,8 +142,9 @@ class Heartbeat:
             for thread in self._threads:
                 thread.start()
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Stop the threads. If a thread is blocked in a call to the store, wait for it only for a limited time."""
+        self._waits = waits
         self._stop.set()
         for thread in self._threads:
             thread.join(self._tick_s + _MARGIN_S)
@@ -215,11 +220,11 @@ class Heartbeat:
         self._publish_as_zero(store)
         # If roomier or torchrun started all ranks from one process, the process that serves the store ends after all
         # ranks.
-        is_parent = STARTED_BY_ROOMIER in os.environ and self._world.local_size == self._world.size
+        is_parent = STARTED_BY_ROOMIER in os.environ and self._world.is_one_node
         if is_parent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         until = time.monotonic() + self._tick_s + 1.0
-        while not self._news.has_error and time.monotonic() < until:
+        while self._waits and not self._news.has_error and time.monotonic() < until:
             if all(record.has_left for record in self._records_of_others(store).values()):
                 return
             time.sleep(0.02)

@@ -23,18 +23,20 @@ class Lighthouse:
         address: address of the lighthouse.
         run: name that the ranks of one process group share.
         rank: number of this rank in this process group.
+        host: IPv4 address of this node, at which the other nodes can reach it.
 
     Raises:
         RoomierError: torchft is not installed, or the lighthouse cannot be reached.
     """
 
-    def __init__(self, address: str, run: str, rank: int) -> None:
+    def __init__(self, address: str, run: str, rank: int, host: str) -> None:
         try:
             from torchft.coordination import LighthouseClient
         except ImportError as error:
             action = "Install it with `pip install torchft`"
             raise RoomierError(LIGHTHOUSE, address, "requires the package torchft", action) from error
-        self._prefix, self._name = f"{run}/", f"{run}/{rank}"
+        self.run, self.host = run, host
+        self._name = f"{run}/{rank}"
         try:
             self._client, beats = LighthouseClient(address, _CONNECT), LighthouseClient(address, _CONNECT)
             beats.heartbeat(self._name, _CONNECT)
@@ -59,9 +61,10 @@ class Lighthouse:
         """
         found = self._client.quorum(self._name, timedelta(seconds=timeout_s), store_address=store, data=data)
         return {
-            int(each.replica_id.removeprefix(self._prefix)): (each.store_address, each.data)
+            int(rank): (each.store_address, each.data)
             for each in found.participants
-            if each.replica_id.startswith(self._prefix)
+            for run, _, rank in [each.replica_id.rpartition("/")]
+            if run == self.run
         }
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
     """
     address, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     is_served_by_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_served_by_torchrun and (world.local_size == world.size or is_loopback(address)):
+    if not is_served_by_torchrun and (world.is_one_node or is_loopback(address)):
         address = LOOPBACK
     is_server = world.rank == 0 and not is_served_by_torchrun
     try:

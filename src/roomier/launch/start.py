@@ -84,7 +84,7 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     _check_number(world.local_size)
     command = command_again(world.local_size)
     store = None
-    if world.local_size == world.size:
+    if world.is_one_node:
         # The store starts before the other ranks, so no other process can take the port of the store.
         store = serve(LOOPBACK, _STORE_TIMEOUT_S)
         address, port = LOOPBACK, store.port

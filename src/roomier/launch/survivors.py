@@ -10,7 +10,6 @@ determines the ranks that are left. A node that has lost a rank ends, so all nod
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 import time
@@ -28,7 +27,7 @@ from roomier.core.errors import TrainingError
 from roomier.core.ranks import announce, announced, close_connections, sendable, stop_waiting_after
 from roomier.core.world import World
 from roomier.launch.failure import PATIENCE_S
-from roomier.launch.lighthouse import LIGHTHOUSE, Lighthouse
+from roomier.launch.lighthouse import Lighthouse
 from roomier.launch.meet import serve
 from roomier.launch.watch import Children, ended
 
@@ -71,34 +70,25 @@ class KillWatch:
 
     Args:
         world: position of this process.
-        connect: function that opens a connection to the store, with keys of the current rendezvous.
+        store: connection to the store that no other thread uses, with keys of the current rendezvous.
         children: the ranks that this process started; None on the other ranks.
         rejoin: function that leaves the process group and creates a new one, in which this process has the given
             position. The store of the rendezvous is the given one, or the previous one.
-        run: name of this rendezvous.
-        address: address of this node. Given only on several machines, it selects the lighthouse.
-
-    Raises:
-        RoomierError: the lighthouse cannot be used.
+        lighthouse: connection to the lighthouse; required if the ranks run on several machines.
     """
 
     def __init__(
         self,
         world: World,
-        connect: Callable[[], Store],
+        store: Store,
         children: Children | None,
         rejoin: Callable[[World, TCPStore | None], None],
-        run: str = "",
-        address: str | None = None,
+        lighthouse: Lighthouse | None = None,
     ) -> None:
-        self._world, self._store, self._children = world, connect(), children
-        self._rejoin = rejoin
+        self._world, self._store, self._children = world, store, children
+        self._rejoin, self._lighthouse = rejoin, lighthouse
         self._is_lost, self._stop = threading.Event(), threading.Event()
-        self._run, self._address = run, address
-        self._lighthouse: Lighthouse | None = None
-        if address is not None:
-            self._lighthouse = Lighthouse(os.environ[LIGHTHOUSE], run, world.rank)
-        elif children is not None:
+        if lighthouse is None and children is not None:
             children.may_lose = True
         stop_waiting_after(self._is_lost)
         self._thread = threading.Thread(target=self._watch, name="roomier-lost", daemon=True)
@@ -164,9 +154,8 @@ class KillWatch:
             self._store.set(_LOST, "")
         world, store = self._world, ""
         if world.local_rank == 0:
-            assert self._address is not None
-            self._server = serve(self._address, timeout_s)
-            store = f"{self._address}:{self._server.port}"
+            self._server = serve(lighthouse.host, timeout_s)
+            store = f"{lighthouse.host}:{self._server.port}"
         data = {"progress": progress, "node": world.node_rank}
         try:
             found = lighthouse.members(store, data, timeout_s)
@@ -183,7 +172,7 @@ class KillWatch:
         if self._children is not None:
             self._children.keep(ranks)
         lost = [f"node {node} was lost" for node in range(world.size // world.local_size) if node not in nodes]
-        folder = place / f"roomier-state-{self._run.rpartition('/')[2]}"
+        folder = place / f"roomier-state-{lighthouse.run.rpartition('/')[2]}"
         folder.mkdir(parents=True, exist_ok=True)
         step = found[source][1]["progress"][0]
         return Survivors(ranks, lost, step, source, str(folder), nodes, found[ranks[0]][0])

@@ -48,7 +48,7 @@ def call_in_notebook(trainer: TrainerAttributes, method: str, arguments: dict[st
         RoomierError: an object cannot be sent to the ranks, or the call is not supported.
         TrainingError: a rank failed.
     """
-    if trainer.world.local_size != trainer.world.size:
+    if not trainer.world.is_one_node:
         problem = "a notebook can start ranks only on its machine"
         action = "Move the run to a script, and start it with `torchrun` or `srun`"
         raise RoomierError("num_nodes", trainer.world.size // trainer.world.local_size, problem, action)

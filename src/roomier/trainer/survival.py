@@ -54,8 +54,8 @@ def continued(trainer: TrainerAttributes, request: Request, error: Exception) ->
         if not is_of_lost_peer(error):
             watch.end_others(error)
             return None
-        is_one_machine = request.world.size == request.world.local_size
-        survivors = watch.survivors(own, callback.place if is_one_machine else local_of(request.root), _TIMEOUT_S)
+        place = callback.place if request.world.is_one_node else local_of(request.root)
+        survivors = watch.survivors(own, place, _TIMEOUT_S)
         if survivors is None:
             return None
         world, is_held = survivors.world_of(request.world), survivors.step >= 0
