@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import roomier
 
-few_or_ten_kills = pytest.mark.parametrize("num_kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+few_or_ten_kills = pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 
 NUM_SAMPLES = 48
 GLOBAL_BATCH = 8  # 6 steps per epoch
