@@ -4,11 +4,12 @@ In each of the first ``NUM_KILLS`` fits, another process kills a rank at a rando
 writes the samples and the losses of its steps, and the time of each completed step, to ``NOTES``. WHAT changes the last
 of these fits: ``zero`` kills rank 0, ``last`` kills the last rank, ``raises`` raises an error instead of the kill, and
 ``again`` kills a further rank while the fit is opened again. ``refit`` calls fit a second time. With ``NODE_RANK``, the
-ranks are divided among two nodes.
+ranks are divided among two nodes, and ``stop0`` and ``stop1`` stop all ranks of a node instead of the kill.
 """
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +56,8 @@ class Failing(roomier.Callback):
             note = f"date +%s.%N > {NOTES}/killed-{self.num_fits}; kill -9 {os.getpid()}"
             subprocess.Popen(["sh", "-c", f"sleep {self.delay_s}; {note}"])
             self.fails_in = -1
+        if f"stop{trainer.node_rank}" == WHAT and trainer.world.size == NUM_RANKS and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)  # its connections stay open, as after a power failure
         time.sleep(STEP_S)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -87,6 +90,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_plan_table=False,
         enable_model_summary=False,
+        **({"hang_timeout": "00:00:00:04"} if WHAT.startswith("stop") else {}),
         default_root_dir=NOTES / "runs",
     )
     data = torch.utils.data.DataLoader(Numbered(), GLOBAL_BATCH // NUM_RANKS, shuffle=True)

@@ -41,7 +41,8 @@ class ElasticRanks(Callback):
     checkpoint of the run.
 
     On several machines, torchft's lighthouse at the address in ``TORCHFT_LIGHTHOUSE`` determines the ranks that are
-    left. If a rank is killed, its machine ends, and the other machines continue.
+    left. If a rank is killed, its machine ends, and the other machines continue. A machine that loses power is noticed
+    after ``hang_timeout``.
 
     The run ends, as without this callback, if rank 0 is killed on a single machine, if a rank raises an error, if a
     further rank is killed while the others form the new process group, or if there is no state from which the run can

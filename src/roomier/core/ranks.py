@@ -300,6 +300,8 @@ def announced() -> Exception | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    if _is_lost is not None and _is_lost.is_set():  # the store can be lost, too
+        return None
     with suppress(dist.DistError, RuntimeError):  # the process that serves the store may have ended
         store = torch_private.default_store()
         if store.check([_ANNOUNCED]):

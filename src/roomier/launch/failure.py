@@ -56,6 +56,8 @@ class FailureNews:
         has_lost_peer: True if this rank terminates because it could not reach another rank.
         where: function that returns the current position in the run, for messages.
         describe: function that returns the name of a rank, for messages.
+        continues: function that lets the run continue without ranks that send no heartbeats; it returns False if the
+            run cannot continue.
         store: connection to the store that all ranks share; None before the rendezvous. Other threads use separate
             connections, because this connection must work even if another thread hangs.
     """
@@ -66,6 +68,7 @@ class FailureNews:
         self.has_lost_peer = False
         self.where: Callable[[], str] = lambda: ""
         self.describe: Callable[[int], str] = "rank {}".format
+        self.continues: Callable[[], bool] = lambda: False
         self.store: Store | None = None
         self._ended_rank = ended_rank
         self._num_exits = 0

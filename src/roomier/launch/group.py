@@ -102,7 +102,9 @@ def _join(world: World, device_type: str, store: TCPStore, children: Children | 
             if host is None or address is None:
                 return None
             lighthouse = Lighthouse(address, meeting, world.rank, host)
-        return KillWatch(world, connect(), children, partial(_rejoin, again, store), lighthouse)
+        watch = KillWatch(world, connect(), children, partial(_rejoin, again, store), lighthouse)
+        news.continues = watch.continues_without_silent_ranks
+        return watch
 
     _watch_kills = watch_kills
 

@@ -293,7 +293,10 @@ class Heartbeat:
         say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
 
     def _end(self, late: Sequence[Late], end_s: float, *, is_from_zero: bool) -> None:
-        """End this process, and kill the silent ranks of this machine, which cannot end themselves."""
+        """End this process, and kill the silent ranks of this machine, which cannot end themselves. Return if the run
+        continues without the late ranks."""
+        if all(each.is_silent for each in late) and self._news.continues():
+            return
         error, rank = end_of(late, end_s), self._world.rank
         # The timer is required because output to a full pipe blocks.
         last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])

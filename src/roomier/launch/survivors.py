@@ -97,12 +97,22 @@ class KillWatch:
     def close(self) -> None:
         """Stop the thread. If a rank is killed afterwards, the run ends."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(1.0)  # the process that serves the store may not answer
         stop_waiting_after(None)
         if self._lighthouse is not None:
             self._lighthouse.close()
         if self._children is not None:
             self._children.may_lose = False
+
+    def continues_without_silent_ranks(self) -> bool:
+        """End the collectives of this process until :meth:`close`, because the machine of other ranks may have lost
+        power. Return False if the run cannot continue without them."""
+        if self._lighthouse is None or self._stop.is_set():
+            return False
+        self._is_lost.set()
+        while not self._stop.wait(_POLL_S):
+            _close_all()
+        return True
 
     def survivors(self, progress: tuple[int, bool], place: Path, timeout_s: float) -> Survivors | None:
         """Agree with the other ranks on the survivors. Every survivor must call this method.
@@ -149,9 +159,10 @@ class KillWatch:
     ) -> Survivors | None:
         if announced() is not None:
             return None
-        self._is_lost.set()
-        with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
-            self._store.set(_LOST, "")
+        if not self._is_lost.is_set():
+            self._is_lost.set()
+            with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
+                self._store.set(_LOST, "")
         world, store = self._world, ""
         if world.local_rank == 0:
             self._server = serve(lighthouse.host, timeout_s)
