@@ -11,7 +11,7 @@ TINY = ["--width", "64", "--layers", "3", "--vocab", "61", "--tokens", "16", "--
 NUM_PARAMETERS = 3 * (12 * 64 * 64 + 13 * 64) + 2 * 61 * 64 + 128 * 64 + 2 * 64
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_modes_and_disk(bench: Callable[..., dict[str, Any]]) -> None:
     result = bench("offload", *TINY)
     assert result["failed"] == []

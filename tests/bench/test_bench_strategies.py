@@ -19,7 +19,7 @@ pytestmark = pytest.mark.more
 
 @pytest.fixture(scope="module")
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    words = ["--model", "gpt-micro", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
+    words = ["--model", "gpt-micro", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "1"]
     words += ["--strategies", "zero3, zero2, ddp", "--context", "2", "--stages", "2"]
     return bench("strategies", "--json", "--ranks", "2", *words)
 
@@ -38,8 +38,7 @@ def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
         assert row["peak_bytes"] > row["model_state_bytes"] >= row["between_steps_bytes"] > 0
         assert sum(row["model_states"].values()) == row["model_state_bytes"]
         assert sum(row["peak"].values()) <= row["peak_bytes"]
-        assert len(row["step_s_all"]) == 2
-        assert min(row["step_s_all"]) <= row["step_s"] <= max(row["step_s_all"])
+        assert row["step_s_all"] == [row["step_s"]]
         assert row["ratio_to_torch_ddp"] == pytest.approx(row["step_s"] / result["rows"][0]["step_s"])
 
 

@@ -178,7 +178,7 @@ def test_auto_chooses_a_context_size_if_no_other_plan_fits(on_ranks: RankPool) -
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["zero3", "auto"])
+@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "auto"])
 def test_a_budget_with_a_given_context_size(on_ranks: RankPool, name: str) -> None:
     strategy = {"name": name, "context_parallel_size": 2}
     for each in on_ranks(2, fit, "8MiB", strategy, activation_checkpointing="full"):

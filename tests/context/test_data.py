@@ -158,7 +158,7 @@ def test_a_run_resumes_with_another_context_size(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_resumes_after_a_rank_of_a_group_has_failed(on_ranks: RankPool, tmp_path: Path, raises: bool) -> None:
     layout: Layout = ("zero2", 4, 2)
     read, losses, logged, _ = on_ranks(1, train, ("single", 1, 1), tmp_path / "whole", 8, False, joins=False)[0]

@@ -124,7 +124,7 @@ FEW = ("lengths", "streams")
 
 @pytest.mark.parametrize(
     ("names", "num_ranks"),
-    [(FEW, 2), pytest.param([*CASES], 2, marks=pytest.mark.more), pytest.param([*CASES], 4, marks=pytest.mark.more)],
+    [(FEW, 2), pytest.param([*CASES], 2, marks=pytest.mark.more), pytest.param([*CASES], 4, marks=pytest.mark.slow)],
 )
 def test_different_batches_are_rejected_on_every_rank(
     names: Sequence[str], num_ranks: int, on_ranks: RankPool, tmp_path: Path
@@ -199,7 +199,7 @@ def read(name: str, root: Path, num_ranks: int) -> list[int]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_group_reads_each_sample_once(num_ranks: int, on_ranks: RankPool, tmp_path: Path) -> None:
     calls = [(name, tmp_path, num_ranks) for name in READ]
     for name, of_ranks in zip(READ, on_ranks.each(num_ranks, read, calls, timeout_s=120), strict=True):

@@ -12,8 +12,17 @@ IN_MAKE_TEST = ("errors", "install", "ten_lines")
 WITH_SERVICES = {"ray_train": ("ray", "pyarrow"), "sweeps": ("optuna", "ray")}
 """Pages whose code needs packages of the extra `services`, and these packages."""
 
-SLOW = ("first_project", "long_sequences", "plan")
-"""Pages whose code takes a minute or two. The test of the package runs the first project without comparing outputs."""
+SLOW = [
+    "first_project",
+    "long_sequences",
+    "plan",
+    "less_memory",
+    "growing_memory",
+    "stages",
+    "fine_tune",
+    "from_hugging_face",
+]
+"""Pages whose code takes about a minute. The test of the package runs the first project without comparing outputs."""
 
 
 def mark_of(page: str) -> list[pytest.MarkDecorator]:

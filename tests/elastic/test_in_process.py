@@ -121,7 +121,7 @@ def test_replicas_repeat_no_completed_step(tmp_path: Path, undisturbed: Path) ->
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_shards_continue_from_the_newest_snapshot(tmp_path: Path, undisturbed: Path, strategy: str) -> None:
     check_continued(tmp_path, undisturbed, strategy, 1)
 
@@ -163,8 +163,8 @@ def test_a_second_fit_after_a_loss_raises_an_error(tmp_path: Path) -> None:
     ("strategy", "problem"),
     [
         ("zero1", "cannot continue without killed ranks"),
-        ("auto", "cannot continue without killed ranks"),
-        ("zero2+disk", "continues only runs without LoRA, offloading and compile"),
+        pytest.param("auto", "cannot continue without killed ranks", marks=pytest.mark.slow),
+        pytest.param("zero2+disk", "continues only runs without LoRA, offloading and compile", marks=pytest.mark.slow),
     ],
 )
 def test_other_plans_raise_an_error_at_the_start(tmp_path: Path, strategy: str, problem: str) -> None:
