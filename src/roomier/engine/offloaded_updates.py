@@ -57,7 +57,7 @@ from roomier.techniques.offload.regions import Region
 from roomier.techniques.offload.residency import UPDATE, Residency, absent_watch
 from roomier.techniques.offload.states import OffloadedStates, Unit
 from roomier.techniques.parallel.parallel import Parallel
-from roomier.techniques.precision.scaler import LossScaler, NoScale
+from roomier.techniques.precision.scaler import LossScaler
 
 _NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
 _NUM_PAUSED = 32  # number of steps in a pause
@@ -196,7 +196,7 @@ class OffloadedUpdates(Updates):
             self._reject_all()
         return norm
 
-    def step(self, optimizer: Optimizer, scaler: LossScaler | NoScale, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, scaler: LossScaler, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``, or store their gradients for a deferred update."""
         if closure is not None:
             closure()
