@@ -198,7 +198,7 @@ class Recompute:
         """Remove the offloaded activations."""
         for offload in {block.offload for block in self.blocks}:
             if offload is not None:
-                offload.close()
+                offload.copies.close()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Begin a training step. Call this method before the first micro-batch of the step.

@@ -94,8 +94,8 @@ class BudgetedRecompute(Recompute):
         self._device = device
         self._ranks = ranks
         offload = blocks[0].offload
-        self._copy_times = None if offload is None else offload.copy_times()
-        self._place = "" if offload is None else offload.place
+        self._copy_times = None if offload is None else offload.copies.times()
+        self._place = "" if offload is None else offload.copies.place
         self._num_steps = 0
         self._profile: Profile | None = None
         self._recorder: Recorder | None = None
