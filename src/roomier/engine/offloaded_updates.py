@@ -364,7 +364,7 @@ class OffloadedUpdates(Updates):
         with self._updating():
             self._states.begin_speculation(number)
             step_only(self._homes, parameters)
-            self._states.end_speculation(number)
+            self._states.leave(number, is_speculative=True)
         self._speculations[number] = _Speculation(self._versions(number), options_of(*self._optimizers))
 
     def _versions(self, number: int) -> dict[Tensor, tuple[int, int]]:
