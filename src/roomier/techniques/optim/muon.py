@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
-from roomier.core.sharded import is_sharded
+from roomier.core.sharded import is_sharded, local_rows
 from roomier.techniques.optim.local import ShardOptimizer, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -105,7 +104,9 @@ class Muon(ShardOptimizer):
         direction = orthogonal(whole, group["ns_coefficients"], group["ns_steps"])
         lr, weight = group["lr"], local(parameter)
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(own_rows(direction, parameter), alpha=-lr * size_of_update(group["adjust_lr_fn"], parameter.shape))
+        weight.add_(
+            direction[local_rows(parameter)], alpha=-lr * size_of_update(group["adjust_lr_fn"], parameter.shape)
+        )
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
@@ -126,12 +127,3 @@ def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1, shape[0] / shape[1]))
-
-
-def own_rows(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return the rows of ``whole`` that belong to this rank's shard of ``parameter``."""
-    if not is_sharded(parameter):
-        return whole
-    num_rows = parameter.to_local().shape[0]
-    first = torch_private.offsets_of_shard(parameter)[0] if num_rows else 0
-    return whole[first : first + num_rows]

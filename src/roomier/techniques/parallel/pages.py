@@ -27,7 +27,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roomier.core import torch_private
 from roomier.core.host_memory import give_back_freed
-from roomier.core.sharded import is_sharded
 from roomier.techniques.tiers.scratch import Scratch
 
 _aten = torch.ops.aten
@@ -376,14 +375,3 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
 def is_pageable(parameter: object) -> bool:
     """Return whether ``parameter`` is an ordinary ``nn.Parameter``."""
     return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor)
-
-
-def local_rows(tensor: Tensor) -> slice:
-    """Return the rows of ``tensor`` on this rank. The tensor must be unsharded, or sharded along its first
-    dimension."""
-    if is_sharded(tensor):
-        for dimension, placement in enumerate(tensor.placements):
-            if placement.is_shard():
-                cut = Cut(tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension))
-                return cut.rows(tensor.shape[0])
-    return slice(0, tensor.shape[0])
