@@ -36,17 +36,16 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
         tensors: tensors with the shapes of ``averages``.
         weight: weight of the new tensor, in [0, 1].
     """
-    own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    parts: list[Tensor] = []
+    goals: list[Tensor] = []
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
         if goal.device != part.device or goal.dtype != part.dtype:  # copies only one tensor at a time
             part.lerp_(goal.to(part), weight)
-            continue
-        parts, goals = own.setdefault((part.device, part.dtype), ([], []))
-        parts.append(part)
-        goals.append(goal)
-    for parts, goals in own.values():
-        torch_private.draw_each_towards(parts, goals, weight)
+        else:
+            parts.append(part)
+            goals.append(goal)
+    torch_private.draw_each_towards(parts, goals, weight)
 
 
 class WeightAverage:
