@@ -96,7 +96,7 @@ def train(case: Case, steps: int, *, offloads: bool) -> Result:
             value.backward()
             result.losses.append(value.detach())
             if parameters is not None:
-                parameters.end_backward()
+                parameters.gradients.leave_complete()
         update(case, network, optimizers, parameters, result)
         if case.evaluates:
             network.eval()
@@ -365,7 +365,7 @@ def test_one_region_is_in_memory_and_unchanged_parameters_are_not_written() -> N
     with torch.autocast("cpu", torch.bfloat16):
         loss = network(X)
     loss.backward()
-    parameters.end_backward()
+    parameters.gradients.leave_complete()
     assert (most, casts) == (1, 2), "only the weights of the current block exist, and their copies in bfloat16"
     # The last region stays in memory for its backward, and the first region is in memory after the backward.
     assert (tier.num_reads, tier.num_writes) == (2 * num_regions - 1, num_regions), "each write is a gradient"

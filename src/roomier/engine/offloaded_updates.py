@@ -502,7 +502,7 @@ class ParameterTier(ParametersOnDevice):
         self._residency.before_use.append(lambda region: complete(numbers[region]) if region in numbers else None)
 
     def end_backward(self) -> None:
-        self._residency.end_backward()
+        self._residency.gradients.leave_complete()
 
     def with_gradients(self) -> list[int]:
         return [number for number, region in self.regions.items() if self._residency.gradients.has(region)]

@@ -280,9 +280,11 @@ class Way(NamedTuple):
     offloads: bool = False
 
 
-KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; the last option exists only if blocks offload activations
+WAYS = (
+    *map(Way, KEEPS),
+    MOVED,
+)  # in the order of the options; the last option exists only if blocks offload activations
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ class Profile:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
         stages: a first stage for the moments at which no block is between its forward and backward passes, then one
             stage for each block in ``order``. The first stage has a single option. Each other stage has one option for
-            each of ``KEPT_WAYS``, and one for ``MOVED`` if blocks offload activations.
+            each of ``KEEPS``, and one for ``MOVED`` if blocks offload activations.
     """
 
     order: tuple[int, ...]

@@ -71,11 +71,6 @@ class WeightAverage:
         self._kept: dict[str, Tensor] = {}
         self.join(tensors)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the averaged tensors."""
-        return list(self.averages)
-
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors. The average of a new tensor starts with its current value. If a name is already known, the new
