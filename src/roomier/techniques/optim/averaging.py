@@ -144,25 +144,20 @@ class WeightAverage:
         """Return the average in the dtypes of the model for a checkpoint. Shards are returned as DTensors."""
         if self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        return {
-            name: _full_tensor_of(self._tensors[name], each.to(self._tensors[name].dtype))
-            for name, each in self.averages.items()
-        }
+        return self._as_stored((name, each.to(self._tensors[name].dtype)) for name, each in self.averages.items())
 
     def current(self) -> dict[str, Tensor]:
         """Return the trained weights in the same form as :meth:`averaged`."""
         if not self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        held = {**self.averages, **self._kept}
-        return {name: _full_tensor_of(self._tensors[name], value) for name, value in held.items()}
+        return self._as_stored({**self.averages, **self._kept}.items())
 
     def wide(self) -> dict[str, Tensor]:
         """Return the averages that have more bits than their tensors, in the same form as :meth:`averaged`."""
-        return {
-            name: _full_tensor_of(self._tensors[name], each)
-            for name, each in self.averages.items()
-            if self.is_wide(name)
-        }
+        return self._as_stored((name, each) for name, each in self.averages.items() if self.is_wide(name))
+
+    def _as_stored(self, values: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: _full_tensor_of(self._tensors[name], each) for name, each in values}
 
     def is_wide(self, name: str) -> bool:
         """Return True if the average has more bits than its tensor."""

@@ -102,11 +102,11 @@ class Muon(ShardOptimizer):
         update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         whole = update.full_tensor() if is_sharded(update) else update
         direction = orthogonal(whole, group["ns_coefficients"], group["ns_steps"])
-        lr, weight = group["lr"], local(parameter)
+        lr, weight, shape = group["lr"], local(parameter), parameter.shape
+        is_like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        size = 0.2 * math.sqrt(max(shape)) if is_like_adamw else math.sqrt(max(1, shape[0] / shape[1]))
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(
-            direction[local_rows(parameter)], alpha=-lr * size_of_update(group["adjust_lr_fn"], parameter.shape)
-        )
+        weight.add_(direction[local_rows(parameter)], alpha=-lr * size)
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
@@ -120,10 +120,3 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Return the factor of the learning rate for a matrix of this shape."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(shape))
-    return math.sqrt(max(1, shape[0] / shape[1]))
