@@ -463,16 +463,7 @@ def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
         sizes: [int(statistics.median(stage.options[i].lost_ns for stage in same)) for i in range(len(sizes))]
         for sizes, same in alike.items()
     }
-    return [
-        replace(
-            stage,
-            options=tuple(
-                replace(option, lost_ns=lost_ns)
-                for option, lost_ns in zip(stage.options, times[_sizes(stage)], strict=True)
-            ),
-        )
-        for stage in stages
-    ]
+    return [_timed(stage, times[_sizes(stage)]) for stage in stages]
 
 
 def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profile:
@@ -484,17 +475,18 @@ def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profi
             lost time per step in nanoseconds.
     """
     first, *stages = profile.stages
-    timed = [
-        replace(
-            stage,
-            options=tuple(
-                option if way.offloads else replace(option, lost_ns=lost_ns(block, way.keep))
-                for option, way in zip(stage.options, WAYS, strict=False)
-            ),
-        )
-        for block, stage in zip(profile.order, stages, strict=True)
-    ]
+    timed = []
+    for block, stage in zip(profile.order, stages, strict=True):
+        ways = zip(stage.options, WAYS, strict=False)
+        times = [option.lost_ns if way.offloads else lost_ns(block, way.keep) for option, way in ways]
+        timed.append(_timed(stage, times))
     return replace(profile, stages=(first, *timed))
+
+
+def _timed(stage: Stage, times: Sequence[int]) -> Stage:
+    """Return ``stage`` with these times of its options."""
+    options = [replace(option, lost_ns=each) for option, each in zip(stage.options, times, strict=True)]
+    return replace(stage, options=tuple(options))
 
 
 def _sizes(stage: Stage) -> tuple[int, ...]:

@@ -379,9 +379,8 @@ def fully_trained_modules(network: nn.Module) -> dict[str, nn.Module]:
 
 def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
     """Return the value of ``Trainer(lora=...)`` that creates ``adapters``."""
-    plain = AdapterPlan()
-    fields = {each.name: getattr(adapters, each.name) for each in dataclasses.fields(adapters)}
-    given = {name: value for name, value in fields.items() if value != getattr(plain, name)}
+    plain = dataclasses.asdict(AdapterPlan())
+    given = {name: value for name, value in dataclasses.asdict(adapters).items() if value != plain[name]}
     lists = {name: value.split(",") for name, value in given.items() if name in ("lora_targets", "lora_trained")}
     return {name.removeprefix("lora_").removeprefix("frozen_"): value for name, value in {**given, **lists}.items()}
 

@@ -72,11 +72,6 @@ class FileTransfer:
     then: Callable[[], None] | None = None
     is_done: bool = False
 
-    def release(self) -> None:
-        """Remove the references to the buffer and to the functions."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.wait = self.after = self.finish = self.then = None
-
 
 class Transfers:
     """Reader thread and writer thread. See [Note: one reader and one writer].
@@ -163,7 +158,8 @@ class Transfers:
                 job.is_done = True
                 if job.then is not None:
                     job.then()
-                job.release()
+                job.buffer = torch.empty(0, dtype=torch.uint8)
+                job.wait = job.after = job.finish = job.then = None
                 self.changed.notify_all()
             del job
 
