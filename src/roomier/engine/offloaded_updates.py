@@ -420,10 +420,6 @@ class OffloadedUpdates(Updates):
             self._states.take_loaded()
         self._join()
 
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes of optimizer states read from the disk so far, and the number written to it."""
-        return self._states.moved_bytes()
-
     def close(self) -> None:
         """Complete pending updates, remove all hooks, and free the tier. States and parameters remain readable."""
         if self._is_closed:

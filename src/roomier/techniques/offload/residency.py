@@ -302,10 +302,6 @@ class Residency:
         """Return the region of ``parameter``; None if the parameter always stays on the device."""
         return self._home.get(parameter)  # type: ignore[call-overload, no-any-return]
 
-    def is_here(self, region: Region) -> bool:
-        """Return whether ``region`` is on the device."""
-        return self._memory[region].is_here
-
     def release(self) -> None:
         """Move all regions away from the device."""
         self._running.clear()  # a forward pass may have ended with an error

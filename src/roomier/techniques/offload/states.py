@@ -356,10 +356,6 @@ class OffloadedStates:
                 self._show(slot, self._staging.mapped(slot.record))
                 slot.is_mapped = True
 
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
-        return self._staging.moved_bytes()
-
     def close(self) -> None:
         """Free the tier. The states remain readable after :meth:`settle`."""
         self._staging.close()
