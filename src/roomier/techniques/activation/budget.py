@@ -281,10 +281,8 @@ class Way(NamedTuple):
 
 
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (
-    *map(Way, KEEPS),
-    MOVED,
-)  # in the order of the options; the last option exists only if blocks offload activations
+# In the order of the options. The last option exists only if blocks offload activations.
+WAYS = (*map(Way, KEEPS), MOVED)
 
 
 @dataclass(frozen=True)
