@@ -153,7 +153,8 @@ class _Training:
         if not isinstance(updates, OffloadedUpdates):
             return 0, 0
         updates.settle()
-        return updates.moved_bytes()
+        tier = updates._states._staging._tier
+        return tier.bytes_read, tier.bytes_written
 
     def close(self) -> None:
         """Free the tier."""

@@ -96,7 +96,7 @@ def train(case: Case, steps: int, *, offloads: bool) -> Result:
             value.backward()
             result.losses.append(value.detach())
             if parameters is not None:
-                parameters.end_backward()
+                parameters.gradients.leave_complete()
         update(case, network, optimizers, parameters, result)
         if case.evaluates:
             network.eval()
@@ -353,7 +353,7 @@ def test_one_region_is_in_memory_and_unchanged_parameters_are_not_written() -> N
 
     def count(*_: object) -> None:
         nonlocal most, casts
-        most = max(most, sum(parameters.is_here(each) for each in parameters.regions))
+        most = max(most, sum(parameters._memory[each].is_here for each in parameters.regions))
         living = [storage for each in parameters._casts.values() for storage, _ in each._living()]
         casts = max(casts, sum(storage.nbytes() > 0 for storage in living))
 
@@ -365,13 +365,13 @@ def test_one_region_is_in_memory_and_unchanged_parameters_are_not_written() -> N
     with torch.autocast("cpu", torch.bfloat16):
         loss = network(X)
     loss.backward()
-    parameters.end_backward()
+    parameters.gradients.leave_complete()
     assert (most, casts) == (1, 2), "only the weights of the current block exist, and their copies in bfloat16"
     # The last region stays in memory for its backward, and the first region is in memory after the backward.
     assert (tier.num_reads, tier.num_writes) == (2 * num_regions - 1, num_regions), "each write is a gradient"
     assert all(each.grad is None for each in network.parameters() if parameters.region_of(each) is not None)
     parameters.release()
-    assert not any(parameters.is_here(each) for each in parameters.regions)
+    assert not any(parameters._memory[each].is_here for each in parameters.regions)
 
 
 def test_small_regions_stay() -> None:
@@ -418,7 +418,9 @@ def test_an_error_in_a_forward_keeps_no_region() -> None:
             network(X[:, 1:])
         with pytest.raises(RuntimeError):
             network.blocks[1](X[:, 1:])
-        assert sum(parameters.is_here(each) for each in parameters.regions) <= 2  # this region and the next region
+        assert (
+            sum(parameters._memory[each].is_here for each in parameters.regions) <= 2
+        )  # this region and the next region
     assert torch.equal(network(X), expected)
 
 
@@ -433,7 +435,7 @@ def test_stored_parameters_are_read_and_written_in_the_tier() -> None:
     for parameter, content in parameters.stored():
         assert torch.equal(content, before[names[parameter]])
         content.add_(1)
-    assert not any(parameters.is_here(each) for each in parameters.regions)
+    assert not any(parameters._memory[each].is_here for each in parameters.regions)
     parameters.close()
     unwrap(network)
     for name, each in network.named_parameters():

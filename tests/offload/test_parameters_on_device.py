@@ -52,7 +52,7 @@ def memory_in_step(num_blocks: int) -> tuple[int, int]:
             torch.accelerator.reset_peak_memory_stats()
             before = torch.accelerator.memory_allocated()
             network(tokens).backward()
-            parameters.end_backward()
+            parameters.gradients.leave_complete()
             peaks.append(torch.accelerator.max_memory_allocated() - before)
         parameters.close()
     return peaks[-1], max(region.num_bytes for region in regions)

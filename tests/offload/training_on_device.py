@@ -168,7 +168,7 @@ def _micro_batch(
     if shards is not None:
         shards.end_backward()
     if parameters is not None:
-        parameters.end_backward()
+        parameters.gradients.leave_complete()
     return loss.detach()
 
 

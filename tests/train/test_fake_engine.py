@@ -25,7 +25,7 @@ from roomier.run.options import LoopOptions
 from roomier.run.settled import Request, Settled
 from roomier.run.states import RunningStage, TrainerState
 from roomier.techniques.optim.configured import Configured
-from roomier.techniques.precision.scaler import NoScale
+from roomier.techniques.precision.scaler import LossScaler
 from roomier.train.fit import fit
 from roomier.train.opening.open_run import open_run, restore_run
 from roomier.train.saving.save import save_checkpoint
@@ -41,7 +41,7 @@ class FakeEngine:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.device, self.hooks = module, torch.device("cpu"), StepHooks()
         self.optimizers: list[Optimizer] = [SGD(module.parameters(), lr=0.1)]
-        self.scaler, self.num_settled = NoScale(self.device), 0
+        self.scaler, self.num_settled = LossScaler(self.device, is_on=False), 0
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor:
         self.optimizers[0].zero_grad()

@@ -177,7 +177,7 @@ class WeightAveraging(HoldsAverage):
             "latest_update_step": self._latest_update_step,
             "latest_update_epoch": self._latest_update_epoch,
             "num_averaged": self.num_averaged,
-            "names": [] if self._average is None else self._average.names,
+            "names": [] if self._average is None else list(self._average.averages),
         }
 
     def check_stored_state(self, state: Any, place: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from roomier.core import torch_offload
+from roomier.core import torch_offload, torch_private
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,6 +27,16 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return the shard of ``tensor`` on this rank, or ``tensor`` if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> slice:
+    """Return the rows of ``tensor`` on this rank. The tensor must be unsharded, or sharded along its first
+    dimension."""
+    if not is_sharded(tensor):
+        return slice(0, tensor.shape[0])
+    own = tensor.to_local()
+    first = torch_private.offsets_of_shard(tensor)[0] if own.numel() else 0
+    return slice(first, first + own.shape[0])
 
 
 def with_local_part(

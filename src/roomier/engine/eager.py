@@ -34,7 +34,7 @@ from roomier.engine.updates import Updates
 from roomier.launch.failure import is_of_lost_peer
 from roomier.plan import BatchPlan
 from roomier.techniques.parallel.parallel import Parallel
-from roomier.techniques.precision.scaler import LossScaler, NoScale
+from roomier.techniques.precision.scaler import LossScaler
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class EagerEngine:
         self.hooks = StepHooks()
         self.scheduler: LRScheduler | None = None  # the scheduler that the Plan names, for custom loops
         unscale_away = updates.parameters.unscale_away if updates.acts else None
-        self.scaler = LossScaler(device, unscale_away) if precision.scales_loss else NoScale(device)
+        self.scaler = LossScaler(device, unscale_away, is_on=precision.scales_loss)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._parallel = parallel

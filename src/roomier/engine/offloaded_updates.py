@@ -57,7 +57,7 @@ from roomier.techniques.offload.regions import Region
 from roomier.techniques.offload.residency import UPDATE, Residency, absent_watch
 from roomier.techniques.offload.states import OffloadedStates, Unit
 from roomier.techniques.parallel.parallel import Parallel
-from roomier.techniques.precision.scaler import LossScaler, NoScale
+from roomier.techniques.precision.scaler import LossScaler
 
 _NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
 _NUM_PAUSED = 32  # number of steps in a pause
@@ -196,7 +196,7 @@ class OffloadedUpdates(Updates):
             self._reject_all()
         return norm
 
-    def step(self, optimizer: Optimizer, scaler: LossScaler | NoScale, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, scaler: LossScaler, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``, or store their gradients for a deferred update."""
         if closure is not None:
             closure()
@@ -364,7 +364,7 @@ class OffloadedUpdates(Updates):
         with self._updating():
             self._states.begin_speculation(number)
             step_only(self._homes, parameters)
-            self._states.end_speculation(number)
+            self._states.leave(number, is_speculative=True)
         self._speculations[number] = _Speculation(self._versions(number), options_of(*self._optimizers))
 
     def _versions(self, number: int) -> dict[Tensor, tuple[int, int]]:
@@ -419,10 +419,6 @@ class OffloadedUpdates(Updates):
         with self._updating():
             self._states.take_loaded()
         self._join()
-
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes of optimizer states read from the disk so far, and the number written to it."""
-        return self._states.moved_bytes()
 
     def close(self) -> None:
         """Complete pending updates, remove all hooks, and free the tier. States and parameters remain readable."""
@@ -502,7 +498,7 @@ class ParameterTier(ParametersOnDevice):
         self._residency.before_use.append(lambda region: complete(numbers[region]) if region in numbers else None)
 
     def end_backward(self) -> None:
-        self._residency.end_backward()
+        self._residency.gradients.leave_complete()
 
     def with_gradients(self) -> list[int]:
         return [number for number, region in self.regions.items() if self._residency.gradients.has(region)]

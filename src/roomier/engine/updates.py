@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from roomier.core import torch_private
 from roomier.core.sharded import local_part
 from roomier.techniques.parallel.parallel import Parallel
-from roomier.techniques.precision.scaler import LossScaler, NoScale
+from roomier.techniques.precision.scaler import LossScaler
 
 Change = Callable[[Tensor, Tensor], object]
 """Function that changes a gradient in place. The arguments are the parameter, and this rank's shard of its gradient."""
@@ -176,7 +176,7 @@ class Updates:
     def end_step(self, closure: object = None) -> None:
         """Prepare the steps of the optimizers."""
 
-    def step(self, optimizer: Optimizer, scaler: LossScaler | NoScale, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, scaler: LossScaler, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``. The engine has unscaled the gradients if ``acts`` is True."""
         scaler.step(optimizer, closure)
 

@@ -17,11 +17,10 @@ from roomier.checkpoint.verbs import some_of
 from roomier.core.errors import RoomierError
 from roomier.core.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.core.log import notice
-from roomier.core.sharded import local_part
+from roomier.core.sharded import local_part, local_rows
 from roomier.core.untrusted import open_regular, read_json
 from roomier.storage.remote_path import StorageError
 from roomier.techniques.adapters.layers import is_adapter
-from roomier.techniques.parallel.pages import local_rows
 
 SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

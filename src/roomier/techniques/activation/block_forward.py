@@ -131,43 +131,37 @@ class MovingForward(WrappedForward):
             return self.forward(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _BlockCall:
     """Repeatable call of a block.
 
-    Args:
+    Attributes:
         forward: original ``forward`` method of the block.
         leaves: leaves of the positional and keyword arguments, with a :class:`_TensorPlaceholder` for each tensor.
         form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
             containers, such as ``PackedSequence``, accept only tensors.
         surroundings: buffer values and random states of Python and NumPy that are restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
+        is_first: True before the first forward pass.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        leaves: Sequence[Any],
-        form: Any,
-        surroundings: Surroundings,
-        products: Products | None,
-    ) -> None:
-        self._forward = forward
-        self._leaves = leaves
-        self._form = form
-        self._surroundings = surroundings
-        self._products = products
-        self._is_first = True
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    form: Any
+    surroundings: Surroundings
+    products: Products | None
+    is_first: bool = True
 
     def __call__(self, *found: Tensor) -> Any:
-        leaves = [found[leaf.index] if isinstance(leaf, _TensorPlaceholder) else leaf for leaf in self._leaves]
-        args, kwargs = torch_private.join_leaves(leaves, self._form)
-        if not self._is_first:
-            with self._surroundings.restored(), nullcontext() if self._products is None else self._products.replayed():
-                return self._forward(*args, **kwargs)
-        self._is_first = False
-        with nullcontext() if self._products is None else self._products.recorded():
-            output = self._forward(*args, **kwargs)
-        self._surroundings.end_first_forward()
+        leaves = [found[leaf.index] if isinstance(leaf, _TensorPlaceholder) else leaf for leaf in self.leaves]
+        args, kwargs = torch_private.join_leaves(leaves, self.form)
+        if not self.is_first:
+            with self.surroundings.restored(), nullcontext() if self.products is None else self.products.replayed():
+                return self.forward(*args, **kwargs)
+        self.is_first = False
+        with nullcontext() if self.products is None else self.products.recorded():
+            output = self.forward(*args, **kwargs)
+        self.surroundings.end_first_forward()
         return output
 
 
@@ -198,7 +192,7 @@ class Recompute:
         """Remove the offloaded activations."""
         for offload in {block.offload for block in self.blocks}:
             if offload is not None:
-                offload.close()
+                offload.copies.close()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Begin a training step. Call this method before the first micro-batch of the step.

@@ -94,8 +94,8 @@ class BudgetedRecompute(Recompute):
         self._device = device
         self._ranks = ranks
         offload = blocks[0].offload
-        self._copy_times = None if offload is None else offload.copy_times()
-        self._place = "" if offload is None else offload.place
+        self._copy_times = None if offload is None else offload.copies.times()
+        self._place = "" if offload is None else offload.copies.place
         self._num_steps = 0
         self._profile: Profile | None = None
         self._recorder: Recorder | None = None
@@ -280,9 +280,9 @@ class Way(NamedTuple):
     offloads: bool = False
 
 
-KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; the last option exists only if blocks offload activations
+# In the order of the options. The last option exists only if blocks offload activations.
+WAYS = (*map(Way, KEEPS), MOVED)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Profile:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
         stages: a first stage for the moments at which no block is between its forward and backward passes, then one
             stage for each block in ``order``. The first stage has a single option. Each other stage has one option for
-            each of ``KEPT_WAYS``, and one for ``MOVED`` if blocks offload activations.
+            each of ``KEEPS``, and one for ``MOVED`` if blocks offload activations.
     """
 
     order: tuple[int, ...]
@@ -461,16 +461,7 @@ def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
         sizes: [int(statistics.median(stage.options[i].lost_ns for stage in same)) for i in range(len(sizes))]
         for sizes, same in alike.items()
     }
-    return [
-        replace(
-            stage,
-            options=tuple(
-                replace(option, lost_ns=lost_ns)
-                for option, lost_ns in zip(stage.options, times[_sizes(stage)], strict=True)
-            ),
-        )
-        for stage in stages
-    ]
+    return [_timed(stage, times[_sizes(stage)]) for stage in stages]
 
 
 def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profile:
@@ -482,17 +473,18 @@ def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profi
             lost time per step in nanoseconds.
     """
     first, *stages = profile.stages
-    timed = [
-        replace(
-            stage,
-            options=tuple(
-                option if way.offloads else replace(option, lost_ns=lost_ns(block, way.keep))
-                for option, way in zip(stage.options, WAYS, strict=False)
-            ),
-        )
-        for block, stage in zip(profile.order, stages, strict=True)
-    ]
+    timed = []
+    for block, stage in zip(profile.order, stages, strict=True):
+        ways = zip(stage.options, WAYS, strict=False)
+        times = [option.lost_ns if way.offloads else lost_ns(block, way.keep) for option, way in ways]
+        timed.append(_timed(stage, times))
     return replace(profile, stages=(first, *timed))
+
+
+def _timed(stage: Stage, times: Sequence[int]) -> Stage:
+    """Return ``stage`` with these times of its options."""
+    options = [replace(option, lost_ns=each) for option, each in zip(stage.options, times, strict=True)]
+    return replace(stage, options=tuple(options))
 
 
 def _sizes(stage: Stage) -> tuple[int, ...]:

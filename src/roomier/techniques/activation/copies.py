@@ -61,11 +61,9 @@ class Copies:
     Attributes:
         device: device that holds the original tensors.
         saves: True if the copies are not in the memory of the device.
-        uses_pinned_memory: True if the copies on the host are in pinned memory.
         place: place of the copies as a phrase for messages, such as ``"in host memory"``.
     """
 
-    uses_pinned_memory = False
     place = "in host memory"
 
     def __init__(self, device: torch.device) -> None:
@@ -129,8 +127,6 @@ class Copies:
 
 class StreamCopies(Copies):
     """Copies through pinned memory that overlap with computation."""
-
-    uses_pinned_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -320,33 +316,16 @@ class Offload:
 
     Attributes:
         device: the argument ``device``.
+        copies: the copies. After ``copies.close()``, graphs that need the saved storages can no longer be used.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
         self._min_bytes = min_bytes
-        self._copies = copies or copies_on(device)
+        self.copies = copies or copies_on(device)
         self._present: list[Visit] = []  # visits whose storages can be on the device
         self._current: Visit | None = None
         self._known: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
-
-    @property
-    def saves(self) -> bool:
-        """True if moved tensors no longer use the memory of the device."""
-        return self._copies.saves
-
-    @property
-    def place(self) -> str:
-        """Place of moved tensors as a phrase for messages, such as ``"in host memory"``."""
-        return self._copies.place
-
-    def copy_times(self) -> CopyTimes:
-        """Measure the time per byte of copies to the host and back."""
-        return self._copies.times()
-
-    def close(self) -> None:
-        """Remove all moved tensors. Graphs that need the saved storages can no longer be used."""
-        self._copies.close()
 
     def __reduce__(self) -> Any:
         # A copied network offloads its activations separately, to host memory.
@@ -373,7 +352,7 @@ class Offload:
             with saved_tensors_hooks(lambda tensor: move(tensor) or tensor, _unpacked):
                 yield move
         finally:
-            visit.end(self._copies)
+            visit.end(self.copies)
 
     def arrive(self, visit: Visit) -> None:
         """Make the tensors of ``visit`` available on the device when its backward pass begins or continues."""
@@ -385,14 +364,14 @@ class Offload:
         self._stay(staying)
         for each in (visit, before):
             if each is not None and each not in self._present:
-                each.come_back(self._copies)
+                each.come_back(self.copies)
         self._present = staying
-        visit.arrive(self._copies)
+        visit.arrive(self.copies)
 
     def _stay(self, staying: list[Visit]) -> None:
         for each in self._present:
             if each not in staying:
-                each.leave(self._copies, staying)
+                each.leave(self.copies, staying)
         self._present = [each for each in staying if each in self._present]
 
     def _moved(self, tensor: Tensor, visit: Visit) -> Slip | None:
@@ -401,7 +380,7 @@ class Offload:
         storage = tensor.untyped_storage()
         parcel = self._known.get(id(storage))
         if parcel is None or not parcel.is_of(tensor):
-            parcel = self._known[id(storage)] = Parcel(tensor, self._copies)
+            parcel = self._known[id(storage)] = Parcel(tensor, self.copies)
         else:
             parcel.stay(tensor)
         visit.add(parcel)

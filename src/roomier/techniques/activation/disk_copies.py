@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from roomier.core.host_memory import always_give_back_blocks, retain_freed_blocks
-from roomier.techniques.activation.copies import MIN_BYTES, Copies, copies_on
+from roomier.techniques.activation.copies import MIN_BYTES, Copies, StreamCopies, copies_on
 from roomier.techniques.tiers.buffers import allocate, padded
 from roomier.techniques.tiers.scratch import FileTransfer, Scratch
 
@@ -123,7 +123,7 @@ class DiskCopies(Copies):
         self._scratch.check()
         stored: _Stored = copy
         link = self._link
-        host = allocate(stored.region.num_bytes, pinned=link is not None and link.uses_pinned_memory)
+        host = allocate(stored.region.num_bytes, pinned=isinstance(link, StreamCopies))
         content = host[: stored.num_bytes]
         finish, made = None, content
         read = _Read(FileTransfer(host, stored.region.position, after=stored.write))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,12 +167,10 @@ class CountedBytes(LiveBytes):
         self._peak = max(self._peak, self._level)
 
 
+@dataclass(slots=True, eq=False)
 class _Counted:
-    __slots__ = ("num_bytes", "reference")
-
-    def __init__(self, reference: weakref.ref[torch.UntypedStorage], num_bytes: int) -> None:
-        self.reference = reference
-        self.num_bytes = num_bytes
+    reference: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
 
 
 def is_strided(tensor: Tensor) -> bool:

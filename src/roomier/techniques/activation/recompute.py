@@ -58,7 +58,7 @@ def apply_recompute(
         action = "Use 'full' or a smaller number"
         raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, action)
     where = _offload(offload, device)
-    if where is not None and not where.saves:
+    if where is not None and not where.copies.saves:
         if activation.policy == "budget":
             problem = f"frees no memory on the device {device.type!r}, so offloading cannot help to meet a budget"
             action = (

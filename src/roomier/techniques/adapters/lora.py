@@ -79,9 +79,7 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
         RoomierError: weights are already quantized in a different format, or a weight is not finite.
     """
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
-    for name, layer in network.named_modules():
-        if not isinstance(layer, Adapted):
-            continue
+    for name, layer in adapted_layers(network).items():
         if isinstance(layer, InFewBits):
             if layer.weight_format != plan.frozen_base:
                 problem = f"differs from {name}, whose weight is in {layer.weight_format} from an earlier run"
@@ -110,18 +108,18 @@ def merge_lora(network: nn.Module) -> nn.Module:
         >>> trainer.fit(module, loader)
         >>> merge_lora(module.net)
     """
-    layers = [(name, each) for name, each in network.named_modules() if isinstance(each, Adapted)]
+    layers = adapted_layers(network)
     if not layers:
         action = "Pass the network that was trained with lora=..."
         raise RoomierError("network", type(network).__name__, "has no adapters", action)
-    for name, layer in layers:
+    for name, layer in layers.items():
         _check_whole(name, layer.lora_A)
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
-    for name, layer in layers:
+    for name, layer in layers.items():
         if not isinstance(layer, InFewBits) and num_owners[_parameter_of(layer)] > 1:
             problem = "has adapters, but another layer has the same weight, so merging would also change that layer"
             raise RoomierError("network", name, problem, "Use separate weights before training")
-    for _, layer in layers:
+    for layer in layers.values():
         remove_adapter(layer)
     unwatch_saves(network)
     return network
@@ -178,7 +176,7 @@ def _adaptable(network: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in network.named_modules() if is_adaptable(each) and each not in reading}
 
 
-def adapted_layers(network: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(network: nn.Module) -> dict[str, Adapted]:
     """Return the layers that have adapters, keyed by name, in the order of the network."""
     return {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
 
@@ -349,7 +347,7 @@ _IMPORT = "from roomier.adapters import merge_lora"
 def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan | None:
     """Return the settings that would create the adapters of ``network`` on a plain model; None if ``network`` has no
     adapters."""
-    layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
+    layers = adapted_layers(network)
     if not layers:
         return None
     layer = next(iter(layers.values()))  # all adapters have the same rank and scale
@@ -381,9 +379,8 @@ def fully_trained_modules(network: nn.Module) -> dict[str, nn.Module]:
 
 def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
     """Return the value of ``Trainer(lora=...)`` that creates ``adapters``."""
-    plain = AdapterPlan()
-    fields = {each.name: getattr(adapters, each.name) for each in dataclasses.fields(adapters)}
-    given = {name: value for name, value in fields.items() if value != getattr(plain, name)}
+    plain = dataclasses.asdict(AdapterPlan())
+    given = {name: value for name, value in dataclasses.asdict(adapters).items() if value != plain[name]}
     lists = {name: value.split(",") for name, value in given.items() if name in ("lora_targets", "lora_trained")}
     return {name.removeprefix("lora_").removeprefix("frozen_"): value for name, value in {**given, **lists}.items()}
 
@@ -444,7 +441,7 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
                 f"adapters remain and are trained (first layer: {others[0]})"
             )
         return
-    num_layers = sum(isinstance(each, Adapted) for each in network.modules())
+    num_layers = len(adapted_layers(network))
     trains_alone = all(is_adapter(name) for name, each in network.named_parameters() if each.requires_grad)
     notice(
         f"the model has adapters that this Plan does not contain: rank {named.lora_rank} on {num_layers} layers"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,20 +83,14 @@ class _Only:
                 with sdpa_kernel(_BACKENDS[self._kernel]):
                     yield
             except RuntimeError as error:
-                if any(each in str(error) for each in _NO_KERNEL):
-                    self._refuse(reasons, error)
-                raise
+                if not any(each in str(error) for each in _NO_KERNEL):
+                    raise
+                problem = "cannot compute the attention of this model: "
+                problem += "; ".join(dict.fromkeys(reasons)) or "torch reports no reason"
+                action = "Use attention='auto', which selects the fastest supported kernel, or 'math', which supports "
+                raise RoomierError("attention", self._kernel, problem, f"{action}every call") from error
         # False after an evaluation, because training can use dropout and can therefore still fail.
         self._has_run = torch.is_grad_enabled()
-
-    def _refuse(self, reasons: list[str], error: RuntimeError) -> Never:
-        why = "; ".join(dict.fromkeys(reasons)) or "torch reports no reason"
-        raise RoomierError(
-            "attention",
-            self._kernel,
-            f"cannot compute the attention of this model: {why}",
-            "Use attention='auto', which selects the fastest supported kernel, or 'math', which supports every call",
-        ) from error
 
 
 @contextmanager

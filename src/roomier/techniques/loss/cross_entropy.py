@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,14 +77,6 @@ class LossOfLinear:
     def sum_dtype(self) -> torch.dtype:
         """Dtype in which losses and gradients are summed."""
         return torch.promote_types(self.dtypes[-1], torch.float32)
-
-
-class Gradients(NamedTuple):
-    """Gradients of the layer's input, weight and bias. A gradient that is not required is None."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 def linear_cross_entropy(
@@ -152,8 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if how.reduction == "none":
             hidden, weight_VD, bias_V, targets = ctx.saved_tensors
             factors = gradient[how.own_rows(ctx.num_rows)]
-            _, gradients = _in_chunks(hidden, weight_VD, bias_V, targets, how, needs=ctx.needs, factors_N=factors)
-            return _among_all_rows(gradients.hidden, ctx), *gradients[1:], None, None
+            _, kept = _in_chunks(hidden, weight_VD, bias_V, targets, how, needs=ctx.needs, factors_N=factors)
+            return _among_all_rows(kept[0], ctx), *kept[1:], None, None
         *kept, num_terms = ctx.saved_tensors
         factor = gradient.to(how.sum_dtype)
         if num_terms is not None:
@@ -182,8 +174,9 @@ def _in_chunks(
     *,
     needs: tuple[bool, ...],
     factors_N: Tensor | None = None,
-) -> tuple[Tensor, Gradients]:
-    """Return the losses (0 for ignored targets) and the gradients of the sum of the losses.
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return the losses (0 for ignored targets) and the gradients of the sum of the losses, with respect to the layer's
+    input, weight and bias. A gradient that is not required is None.
 
     Args:
         needs: flags that select the gradients to compute: input, weight and bias.
@@ -218,7 +211,7 @@ def _in_chunks(
         if grad_weight is not None:
             _add_product(grad_weight, slope_CV, hidden_CD, scale)
         del logits_CV, slope_CV  # free memory for the next chunk
-    return losses_N, Gradients(
+    return losses_N, (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight_VD.dtype),
         None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),

@@ -132,14 +132,9 @@ class Rows:
     is_detached: bool = False
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes, the last dimension of the logits."""
-        return len(self.output.weight)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the logits."""
-        return (*self.hidden.shape[:-1], self.num_classes)
+        return (*self.hidden.shape[:-1], len(self.output.weight))
 
     def then(self, replay: Replay, **changes: Any) -> Rows:
         """Return the rows after the operation ``replay``, with ``changes`` to their attributes."""
@@ -301,7 +296,7 @@ def _reshaped(rows: Rows, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     """Return the rows after an operation that preserves all elements and their order, or None if the operation changes
     the last dimension."""
     shape = func(torch.empty(rows.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != rows.num_classes:
+    if not shape or shape[-1] != rows.shape[-1]:
         return None
     return rows.then(
         lambda it: func(it, *args, **kwargs), hidden=rows.hidden.reshape(*shape[:-1], rows.hidden.shape[-1])

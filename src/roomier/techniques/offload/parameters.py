@@ -165,14 +165,12 @@ class RegionForward(WrappedForward):
         return output
 
 
+@dataclass(slots=True, eq=False)
 class _SavedWeight:
     """A saved tensor that uses the memory of a region, or of a copy that autocast created from a parameter of a
     region."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    tensor: Tensor
 
 
 class _OtherSaved:

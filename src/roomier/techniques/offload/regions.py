@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from roomier.core.torch_offload import Shard
 
 MIN_BYTES = 2**20
 """By default, the parameters of a module outside the blocks stay on the device if their total size is smaller than this
@@ -44,56 +46,66 @@ class Place:
         return view.set_(storage, self.first // self.dtype.itemsize, self.size, self.stride)
 
 
-class Slot(Protocol):
-    """A parameter of a region. Its data is replaced when the region is brought to the device or leaves the device.
+@dataclass(frozen=True, eq=False)
+class WholeSlot:
+    """A parameter of a region that is not sharded. Its data is replaced when the region is brought to the device or
+    leaves the device.
 
     Attributes:
         parameter: parameter whose data is replaced.
         place: position of the stored tensor in the record of the region.
     """
 
-    @property
-    def parameter(self) -> nn.Parameter: ...
-
-    @property
-    def place(self) -> Place: ...
-
-    @property
-    def content(self) -> Tensor:
-        """The stored tensor."""
-
-    def own(self, stored: Tensor) -> Tensor:
-        """Return the part of ``stored`` that belongs to the parameter, without padding."""
-
-    def show(self, stored: Tensor) -> None:
-        """Make ``stored`` the data of the parameter."""
-
-    def leave_meta(self, stored: Tensor) -> None:
-        """Move the parameter from the meta device, and make ``stored`` its data."""
-
-
-@dataclass(frozen=True, eq=False)
-class WholeSlot:
-    """A parameter that is not sharded. See :class:`Slot`."""
-
     parameter: nn.Parameter
     place: Place
 
     @property
     def content(self) -> Tensor:
+        """The stored tensor."""
         return self.parameter.detach()
 
     def own(self, stored: Tensor) -> Tensor:
+        """Return the part of ``stored`` that belongs to the parameter, without padding."""
         return stored
 
     def show(self, stored: Tensor) -> None:
+        """Make ``stored`` the data of the parameter."""
         self.parameter.data = stored
 
     def leave_meta(self, stored: Tensor) -> None:
+        """Move the parameter from the meta device, and make ``stored`` its data."""
         made = nn.Parameter(stored, self.parameter.requires_grad)
         made.__dict__.update(self.parameter.__dict__)
         # The parameter must remain the same object, because other code has references to it.
         torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSlot:
+    """A parameter's shard, stored with its padding. See :class:`WholeSlot`."""
+
+    shard: Shard
+    place: Place
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.shard.parameter
+
+    @property
+    def content(self) -> Tensor:
+        return self.shard.padded
+
+    def own(self, stored: Tensor) -> Tensor:
+        return self.shard.within(stored)
+
+    def show(self, stored: Tensor) -> None:
+        self.shard.place(stored, self.own(stored))
+
+    def leave_meta(self, stored: Tensor) -> None:
+        raise AssertionError("a model on the meta device has values before it is sharded")
+
+
+Slot: TypeAlias = WholeSlot | ShardSlot
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,8 @@ class OffloadedGradients:
             self._leave(region)
 
     def leave_complete(self) -> None:
-        """Move the complete gradients of regions in which not all parameters received a gradient."""
+        """Move the complete gradients of regions in which not all parameters received a gradient. Call this method
+        after each backward pass."""
         for region in list(self._complete):
             self._leave(region)
 
@@ -300,14 +301,6 @@ class Residency:
     def region_of(self, parameter: Tensor) -> Region | None:
         """Return the region of ``parameter``; None if the parameter always stays on the device."""
         return self._home.get(parameter)  # type: ignore[call-overload, no-any-return]
-
-    def is_here(self, region: Region) -> bool:
-        """Return whether ``region`` is on the device."""
-        return self._memory[region].is_here
-
-    def end_backward(self) -> None:
-        """Move the remaining complete gradients to the tier. Call this method after each backward pass."""
-        self.gradients.leave_complete()
 
     def release(self) -> None:
         """Move all regions away from the device."""

@@ -8,41 +8,15 @@ therefore wrapped to copy the shards to the device first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from roomier.core.torch_offload import Shard, ShardGroup
-from roomier.techniques.offload.regions import Place, Region, layout
+from roomier.core.torch_offload import ShardGroup
+from roomier.techniques.offload.regions import Region, ShardSlot, layout
 from roomier.techniques.offload.residency import Residency
 from roomier.techniques.tiers.tier import Tier
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSlot:
-    """A parameter's shard, stored with its padding. See :class:`roomier.techniques.offload.regions.Slot`."""
-
-    shard: Shard
-    place: Place
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.shard.parameter
-
-    @property
-    def content(self) -> Tensor:
-        return self.shard.padded
-
-    def own(self, stored: Tensor) -> Tensor:
-        return self.shard.within(stored)
-
-    def show(self, stored: Tensor) -> None:
-        self.shard.place(stored, self.own(stored))
-
-    def leave_meta(self, stored: Tensor) -> None:
-        raise AssertionError("a model on the meta device has values before it is sharded")
 
 
 def sharded_regions(groups: Iterable[ShardGroup]) -> list[Region]:

@@ -67,10 +67,6 @@ class Staging:
         """Return the content of ``record`` on the host; see :meth:`roomier.techniques.tiers.disk.DiskTier.mapped`."""
         return self._tier.mapped(record)
 
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
-        return self._tier.bytes_read, self._tier.bytes_written
-
     def close(self) -> None:
         """Free the memory of the tier."""
         self.settle()

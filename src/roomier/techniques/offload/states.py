@@ -49,11 +49,6 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     module: nn.Module | None = None
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements on this rank."""
-        return sum(num_local(each) for each in self.parameters)
-
 
 def num_local(parameter: Tensor) -> int:
     """Return the number of elements of this rank's shard of ``parameter``."""
@@ -80,7 +75,7 @@ def units_of(parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module], a
             inside.append(Unit(own, module))
         for each in own:
             del left[each]
-    limit = max((unit.num_elements for unit in inside), default=0)
+    limit = max((sum(map(num_local, unit.parameters)) for unit in inside), default=0)
     outside: list[list[nn.Parameter]] = []
     room = 0
     for parameter in left:
@@ -261,14 +256,14 @@ class OffloadedStates:
         self._show(slot, slot.content)
 
     @torch.no_grad()
-    def leave(self, number: int) -> None:
-        """Send the states of a unit to the tier, after its update."""
+    def leave(self, number: int, *, is_speculative: bool = False) -> None:
+        """Send the states of a unit to the tier, after its update; to the spare record after a speculative update."""
         slot = self._slots.get(number)
         if slot is None:
             return
         self._gather(slot)
         if slot.content is not None:
-            self._staging.send(slot.record, slot.content)
+            self._staging.send(slot.spare if is_speculative else slot.record, slot.content)
             slot.content = None
             self._show(slot, None)
 
@@ -286,16 +281,6 @@ class OffloadedStates:
             for key, value in self._of(parameter).items()
             if not _leaves(value)
         )
-
-    @torch.no_grad()
-    def end_speculation(self, number: int) -> None:
-        """Send the states after a speculative update to the spare record of the unit."""
-        slot = self._slots[number]
-        self._gather(slot)
-        assert slot.content is not None
-        self._staging.send(slot.spare, slot.content)
-        slot.content = None
-        self._show(slot, None)
 
     def accept(self, number: int) -> None:
         """Keep the result of a speculative update."""
@@ -370,10 +355,6 @@ class OffloadedStates:
             if not slot.is_mapped:
                 self._show(slot, self._staging.mapped(slot.record))
                 slot.is_mapped = True
-
-    def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
-        return self._staging.moved_bytes()
 
     def close(self) -> None:
         """Free the tier. The states remain readable after :meth:`settle`."""

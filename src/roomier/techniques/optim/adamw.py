@@ -466,12 +466,6 @@ def _check(group: Mapping[str, Any]) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             problem = f"supports float32 and bfloat16 weights, but a weight has dtype {parameter.dtype}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
-        if is_sharded(parameter) and not all(_keeps_rows(each) for each in parameter.placements):
+        if is_sharded(parameter) and not all(each.is_replicate() or each.is_shard(0) for each in parameter.placements):
             problem = f"requires weights sharded by rows, but a weight has the placements {parameter.placements}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
-
-
-def _keeps_rows(placement: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard  # slow import, already done if a tensor is sharded
-
-    return isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)

@@ -36,17 +36,16 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
         tensors: tensors with the shapes of ``averages``.
         weight: weight of the new tensor, in [0, 1].
     """
-    own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    parts: list[Tensor] = []
+    goals: list[Tensor] = []
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
         if goal.device != part.device or goal.dtype != part.dtype:  # copies only one tensor at a time
             part.lerp_(goal.to(part), weight)
-            continue
-        parts, goals = own.setdefault((part.device, part.dtype), ([], []))
-        parts.append(part)
-        goals.append(goal)
-    for parts, goals in own.values():
-        torch_private.draw_each_towards(parts, goals, weight)
+        else:
+            parts.append(part)
+            goals.append(goal)
+    torch_private.draw_each_towards(parts, goals, weight)
 
 
 class WeightAverage:
@@ -71,11 +70,6 @@ class WeightAverage:
         self.is_swapped = False
         self._kept: dict[str, Tensor] = {}
         self.join(tensors)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the averaged tensors."""
-        return list(self.averages)
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor]) -> None:
@@ -150,25 +144,20 @@ class WeightAverage:
         """Return the average in the dtypes of the model for a checkpoint. Shards are returned as DTensors."""
         if self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        return {
-            name: _full_tensor_of(self._tensors[name], each.to(self._tensors[name].dtype))
-            for name, each in self.averages.items()
-        }
+        return self._as_stored((name, each.to(self._tensors[name].dtype)) for name, each in self.averages.items())
 
     def current(self) -> dict[str, Tensor]:
         """Return the trained weights in the same form as :meth:`averaged`."""
         if not self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        held = {**self.averages, **self._kept}
-        return {name: _full_tensor_of(self._tensors[name], value) for name, value in held.items()}
+        return self._as_stored({**self.averages, **self._kept}.items())
 
     def wide(self) -> dict[str, Tensor]:
         """Return the averages that have more bits than their tensors, in the same form as :meth:`averaged`."""
-        return {
-            name: _full_tensor_of(self._tensors[name], each)
-            for name, each in self.averages.items()
-            if self.is_wide(name)
-        }
+        return self._as_stored((name, each) for name, each in self.averages.items() if self.is_wide(name))
+
+    def _as_stored(self, values: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: _full_tensor_of(self._tensors[name], each) for name, each in values}
 
     def is_wide(self, name: str) -> bool:
         """Return True if the average has more bits than its tensor."""

@@ -189,14 +189,12 @@ class Trait:
     Attributes:
         decays: whether weight decay applies to the parameter. Weight decay does not apply to biases and the scales of
             norms.
-        is_looked_up: whether the parameter is an embedding, or tied to an embedding.
-        is_large_matrix: whether the parameter is a large weight that is not looked up. Such a parameter can have
-            low-bit states.
+        is_large_matrix: whether the parameter is a large weight that is neither an embedding nor tied to one. Such a
+            parameter can have low-bit states.
         is_hidden: whether the parameter is a matrix of a block.
     """
 
     decays: bool
-    is_looked_up: bool
     is_large_matrix: bool
     is_hidden: bool
 
@@ -222,7 +220,6 @@ def trained_parameters(
         is_matrix = decays and parameter not in looked_up
         trait = Trait(
             decays=decays,
-            is_looked_up=parameter in looked_up,
             is_large_matrix=is_matrix and can_be_coded(parameter.shape),
             is_hidden=is_matrix and parameter.dim() == 2 and parameter in of_blocks,
         )

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.core import torch_private
-from roomier.core.sharded import is_sharded
+from roomier.core.sharded import is_sharded, local_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,9 +75,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def first_element(tensor: Tensor) -> int:
     """Return the flat index of the first element of this rank's shard. The tensor must be sharded in dimension 0."""
-    if not is_sharded(tensor) or not tensor.to_local().numel():
-        return 0
-    return torch_private.offsets_of_shard(tensor)[0] * math.prod(tensor.shape[1:])
+    return local_rows(tensor).start * math.prod(tensor.shape[1:]) if tensor.dim() else 0
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from roomier.core import torch_private
 from roomier.core.device.capability import capabilities_of
-from roomier.core.sharded import is_sharded
+from roomier.core.sharded import is_sharded, local_rows
 from roomier.techniques.optim.local import ShardOptimizer, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -103,9 +102,11 @@ class Muon(ShardOptimizer):
         update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         whole = update.full_tensor() if is_sharded(update) else update
         direction = orthogonal(whole, group["ns_coefficients"], group["ns_steps"])
-        lr, weight = group["lr"], local(parameter)
+        lr, weight, shape = group["lr"], local(parameter), parameter.shape
+        is_like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        size = 0.2 * math.sqrt(max(shape)) if is_like_adamw else math.sqrt(max(1, shape[0] / shape[1]))
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(own_rows(direction, parameter), alpha=-lr * size_of_update(group["adjust_lr_fn"], parameter.shape))
+        weight.add_(direction[local_rows(parameter)], alpha=-lr * size)
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
@@ -119,19 +120,3 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Return the factor of the learning rate for a matrix of this shape."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(shape))
-    return math.sqrt(max(1, shape[0] / shape[1]))
-
-
-def own_rows(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return the rows of ``whole`` that belong to this rank's shard of ``parameter``."""
-    if not is_sharded(parameter):
-        return whole
-    num_rows = parameter.to_local().shape[0]
-    first = torch_private.offsets_of_shard(parameter)[0] if num_rows else 0
-    return whole[first : first + num_rows]

@@ -54,6 +54,7 @@ from torch.nn import functional as F
 from roomier.core.errors import CheckpointError, PlanError
 from roomier.core.exchange import Exchange, all_reduce_bytes
 from roomier.core.log import notice
+from roomier.core.sharded import is_sharded, local_part
 from roomier.core.units import format_bytes
 from roomier.techniques.optim.local import ShardOptimizer
 
@@ -81,24 +82,14 @@ class Pieces:
     def to_rows(self, flat: Tensor, rows: Tensor) -> None:
         """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements of ``rows`` after the end
         of a shard do not change."""
-        for inside, part in self._parts(rows):
-            part.copy_(flat[inside].view_as(part))
+        num_full, rest = divmod(self.numel, self.size) if self.numel else (0, 0)
+        rows[:num_full, : self.size].copy_(flat[: num_full * self.size].view(num_full, self.size))
+        if rest:
+            rows[num_full, :rest].copy_(flat[num_full * self.size :])
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Return the concatenated shards in ``rows`` as ``[numel]``."""
-        if self.numel == rows.numel():
-            return rows.reshape(-1)
-        flat = rows.new_empty(self.numel)
-        for inside, part in self._parts(rows):
-            flat[inside].view_as(part).copy_(part)
-        return flat
-
-    def _parts(self, rows: Tensor) -> list[tuple[slice, Tensor]]:
-        """Return the full shards and the partial shard, each as a slice of the tensor and the matching region of
-        ``rows``."""
-        num_full, rest = divmod(self.numel, self.size) if self.numel else (0, 0)
-        full = slice(0, num_full * self.size), rows[:num_full, : self.size]
-        return [full, (slice(num_full * self.size, self.numel), rows[num_full, :rest])] if rest else [full]
+        return rows[:, : self.size].reshape(-1)[: self.numel]
 
 
 class SignCode:
@@ -496,8 +487,7 @@ class OneBitAdam(ShardOptimizer):
         self.state[parameter].update(server_error=error, worker_error=worker_error)
 
     def _indices(self) -> dict[nn.Parameter, int]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return {parameter: index for index, parameter in enumerate(parameters)}
+        return {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     def _as_shard(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self._exchange.num_ranks == 1:
@@ -514,12 +504,8 @@ class OneBitAdam(ShardOptimizer):
 
     def _local(self, value: Tensor) -> Tensor:
         """Return this rank's shard of a stored tensor, without a reference to the other shards."""
-        if not value.dim() or self._exchange.num_ranks == 1:
-            return value
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(value, DTensor):
-            return value.to_local()
+        if is_sharded(value) or not value.dim() or self._exchange.num_ranks == 1:
+            return local_part(value)
         return value[Pieces(len(value), self._exchange.num_ranks).slice_of(self._exchange.rank)].clone()
 
 

@@ -36,13 +36,6 @@ _HALF = 0x8000
 _MASK = 0xFFFFFFFF
 
 
-def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
-    """Yield consecutive slices of a flat tensor. Each slice has ``size`` elements, except that the last can be
-    shorter."""
-    for start in range(0, num_elements, size):
-        yield slice(start, min(start + size, num_elements))
-
-
 def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, list[Any]]]:
     """Yield flat chunks of ``weight`` and ``others``, which have the same number of elements. Each chunk is yielded
     with the position of its first element. Tensors that are not contiguous are yielded in full."""
@@ -52,8 +45,8 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
         return
     flat = [None if each is None else each.view(-1) for each in tensors]
     size = CHUNK if torch_fake.kind_of(weight) == "cpu" else _CHUNK_ON_DEVICE
-    for part in torch_fake.few_of(list(chunks(weight.numel(), size))):
-        yield part.start, [None if each is None else each[part] for each in flat]
+    for start in torch_fake.few_of(range(0, weight.numel(), size)):
+        yield start, [None if each is None else each[start : start + size] for each in flat]
 
 
 def rounded_parts(

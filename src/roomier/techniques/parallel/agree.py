@@ -28,7 +28,13 @@ def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
         RoomierError: a rank has parameters or buffers with other names, shapes or dtypes than rank 0.
     """
     tensors = list(itertools.chain(network.named_parameters(), network.named_buffers()))
-    _check_same([f"{name} {tuple(each.shape)} {each.dtype}" for name, each in tensors], ranks)
+    own = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in tensors]
+    differing = sorted({*own} ^ {*ranks.from_zero(own)})
+    for rank, found in enumerate(ranks.gather(differing)):
+        if found:
+            problem = f"rank {rank} built a different model than rank 0. {len(found)} tensors differ"
+            action = "Build the same model on every rank, independently of the rank"
+            raise RoomierError("model", found[0], problem, action)
     for _, tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
             continue
@@ -36,13 +42,3 @@ def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
         dist.broadcast(values, src=0)
         if values is not tensor:
             tensor.copy_(values)
-
-
-def _check_same(own: list[str], ranks: Ranks) -> None:
-    of_zero = ranks.from_zero(own)
-    differing = sorted({*own} ^ {*of_zero})
-    for rank, found in enumerate(ranks.gather(differing)):
-        if found:
-            problem = f"rank {rank} built a different model than rank 0. {len(found)} tensors differ"
-            action = "Build the same model on every rank, independently of the rank"
-            raise RoomierError("model", found[0], problem, action)

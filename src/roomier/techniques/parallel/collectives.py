@@ -10,6 +10,7 @@ next reduction allocates its buffers, or when the backward pass ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +117,7 @@ class Reductions:
         self._free_unused()
 
 
+@dataclass(eq=False)
 class PairwiseReduceScatter:
     """Reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
 
@@ -134,20 +136,14 @@ class PairwiseReduceScatter:
         send_header: see :class:`PairwiseAllGather`.
     """
 
-    def __init__(
-        self,
-        reductions: Reductions,
-        *,
-        may_wait: bool,
-        wire_dtype: torch.dtype | None = None,
-        send_header: SendHeader = _no_header,
-    ) -> None:
-        self._send_header = send_header
-        self._reductions = reductions
-        self._may_wait = may_wait
-        self._wire_dtype = wire_dtype
-        self._num_sent = 0
-        self._last_window = reductions.window
+    reductions: Reductions
+    _: KW_ONLY
+    may_wait: bool
+    wire_dtype: torch.dtype | None = None
+    send_header: SendHeader = _no_header
+
+    def __post_init__(self) -> None:
+        self._num_sent, self._last_window = 0, self.reductions.window
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized buffer. ``fully_shard`` requests the input buffer first, and then the smaller result
@@ -157,8 +153,8 @@ class PairwiseReduceScatter:
         self._num_sent = 0 if is_result else num_elements
         if is_result:
             return torch.empty(num_elements, dtype=dtype, device=device)
-        self._reductions.finish()  # the next reduction reuses or frees the buffers of the previous reduction
-        return self._reductions.buffer(num_elements, self._wire_dtype or dtype, device)
+        self.reductions.finish()  # the next reduction reuses or frees the buffers of the previous reduction
+        return self.reductions.buffer(num_elements, self.wire_dtype or dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -176,10 +172,10 @@ class PairwiseReduceScatter:
             if index == rank
             else output_tensor
             if is_direct and index == first
-            else self._reductions.buffer(part.numel(), part.dtype, part.device)
+            else self.reductions.buffer(part.numel(), part.dtype, part.device)
             for index, part in enumerate(parts)
         ]
-        tag, check = self._send_header(group)
+        tag, check = self.send_header(group)
         work = exchange(parts, received, group, tag)
 
         def finish() -> None:
@@ -192,12 +188,12 @@ class PairwiseReduceScatter:
             for part in received[2 if is_direct else 1 :]:
                 output_tensor.add_(part)
             others = [each for index, each in enumerate(received) if index != rank and each is not output_tensor]
-            self._reductions.reuse([input_tensor, *others])
+            self.reductions.reuse([input_tensor, *others])
 
-        self._reductions.begin(finish)
-        if not self._may_wait or self._last_window == self._reductions.window:
-            self._reductions.finish_and_free()
-        self._last_window = self._reductions.window
+        self.reductions.begin(finish)
+        if not self.may_wait or self._last_window == self.reductions.window:
+            self.reductions.finish_and_free()
+        self._last_window = self.reductions.window
 
 
 def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:

@@ -27,7 +27,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roomier.core import torch_private
 from roomier.core.host_memory import give_back_freed
-from roomier.core.sharded import is_sharded
 from roomier.techniques.tiers.scratch import Scratch
 
 _aten = torch.ops.aten
@@ -111,9 +110,9 @@ class Page:
             if self._whole is None:
                 self._whole = gathered
         elif self._whole is None:
-            self._whole = self.part if self.cut.num_parts == 1 else None
+            self._whole = self.stored() if self.cut.num_parts == 1 else None
             if self._whole is None:
-                self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                self._whole = self._memory()
                 if not is_overwritten and self.dtype in _CHECKED_BY_NAN:
                     self._whole.fill_(torch.nan)  # NaN marks elements that are never written
         return self._whole
@@ -152,15 +151,14 @@ class Page:
         """Return the rows of this rank; None before the first write."""
         return self.part
 
-    def holds(self, tensor: object) -> bool:
-        """Return whether ``tensor`` is the full tensor of this page."""
-        return tensor is self._whole
-
     def is_written(self) -> bool:
         """Return whether all elements of this rank's shard were written."""
-        if self.part is None:
-            return False
-        return self.dtype not in _CHECKED_BY_NAN or not bool(self.part.isnan().any())
+        part = self.stored()
+        return part is not None and (self.dtype not in _CHECKED_BY_NAN or not bool(part.isnan().any()))
+
+    def _memory(self) -> Tensor:
+        """Return memory for the full tensor, with undefined content."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def _own_rows(self) -> Tensor:
         assert self._whole is not None
@@ -200,37 +198,17 @@ class StoredPage(Page):
         self._scratch = scratch
         self._position = scratch.reserve(max(1, self.num_bytes))
 
-    def open(self, *, is_overwritten: bool) -> Tensor:
-        """Return the tensor, mapped to the file."""
-        if self._whole is None:
-            self._whole = self._mapped()
-            if not self._was_closed and not is_overwritten and self.dtype in _CHECKED_BY_NAN:
-                self._whole.fill_(torch.nan)
-        return self._whole
-
-    def adopt(self, whole: Tensor) -> None:
-        """Raise an error, because only parameters on the meta device are stored in a file."""
-        raise AssertionError("parameters on a device are not stored in pages")
-
     def close(self, *, is_final: bool = False) -> bool:
         """Unmap the file. Return False if other code has a reference to the tensor."""
-        assert self._whole is not None
-        self._was_closed = True
-        if torch_private.is_shared(self._whole) and not is_final:
-            return False
-        self._whole = None
-        return True
-
-    def is_written(self) -> bool:
-        """Return whether all elements were written."""
-        part = self.stored()
-        return part is not None and (self.dtype not in _CHECKED_BY_NAN or not bool(part.isnan().any()))
+        is_closed = super().close(is_final=is_final)
+        self.part = None  # the file contains the values
+        return is_closed
 
     def stored(self) -> Tensor | None:
         """Return the values, mapped to the file; None before the first write."""
-        return self._mapped() if self._was_closed else None
+        return self._memory() if self._was_closed else None
 
-    def _mapped(self) -> Tensor:
+    def _memory(self) -> Tensor:
         content, _ = self._scratch.mapped(self._position, self.num_bytes)
         return content.view(self.dtype).view(self.shape)
 
@@ -253,9 +231,6 @@ class PagedTensor(torch.Tensor):
         made = torch_private.make_wrapper(cls, page.shape, page.dtype, page.device)
         made.page, made.pages = page, pages
         return made
-
-    def __init__(self, page: Page, pages: Pages) -> None:
-        super().__init__()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -338,9 +313,9 @@ class Pages:
         self._close_others(wanted)
         is_overwritten = func.overloadpacket in _OVERWRITING and [each.page for each in paged].count(paged[0].page) == 1
         wholes = {
-            id(page): page.open(is_overwritten=is_overwritten and target is not None and page is target.page)
-            if page not in self._open
-            else page.open(is_overwritten=True)  # the page is already open
+            id(page): page.open(
+                is_overwritten=page in self._open or (is_overwritten and target is not None and page is target.page)
+            )
             for page in wanted
         }
         self._open = wanted
@@ -350,7 +325,7 @@ class Pages:
 
         result = func(*torch_private.map_leaves(whole, args), **torch_private.map_leaves(whole, kwargs))
         for each in paged:
-            if each.page.holds(result):  # an in-place operation returns its argument
+            if result is wholes[id(each.page)]:  # an in-place operation returns its argument
                 return each
         return result
 
@@ -400,14 +375,3 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
 def is_pageable(parameter: object) -> bool:
     """Return whether ``parameter`` is an ordinary ``nn.Parameter``."""
     return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor)
-
-
-def local_rows(tensor: Tensor) -> slice:
-    """Return the rows of ``tensor`` on this rank. The tensor must be unsharded, or sharded along its first
-    dimension."""
-    if is_sharded(tensor):
-        for dimension, placement in enumerate(tensor.placements):
-            if placement.is_shard():
-                cut = Cut(tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension))
-                return cut.rows(tensor.shape[0])
-    return slice(0, tensor.shape[0])

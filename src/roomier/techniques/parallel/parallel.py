@@ -44,6 +44,9 @@ class Parallel:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Prepare the forward pass of the next micro-batch of a step."""
 
+    def set_last(self, *, is_last: bool) -> None:
+        """Set whether the next backward pass is the last one of its step."""
+
     def begin_backward(self) -> None:
         """Prepare for a backward pass, whose gradients are added to the existing gradients."""
 

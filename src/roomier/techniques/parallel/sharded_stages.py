@@ -25,8 +25,6 @@ class ShardedStages(Stages, Shards):
         owners: for each parameter, the numbers of the stages that store it.
     """
 
-    set_last = Shards.set_last
-
     def __init__(
         self,
         network: nn.Module,

@@ -46,9 +46,6 @@ class Stages(Parallel):
             if sharing is not None:
                 self._sharing[stages] = sharing
 
-    def set_last(self, *, is_last: bool) -> None:
-        """Set whether the next backward pass is the last one of its step."""
-
     @cached_property
     def _owners(self) -> Mapping[Tensor, tuple[int, ...]]:
         self.release()  # before reading parameters by name

@@ -77,7 +77,8 @@ class Pipeline:
         parameters: dict[nn.Parameter, str] = {each: name for name, each in network.named_parameters()}
         found: dict[str, set[int]] = {name: set() for name in parameters.values()}
         for name, unit in find_units(network, blocks).items():
-            names = chain((parameters[each] for each in unit.parameters()), _buffers_of(name, unit))
+            buffers = (each for each, _ in unit.named_buffers(name))
+            names = chain((parameters[each] for each in unit.parameters()), buffers)
             for each in names:
                 found.setdefault(each, set()).update(self.users.get(name, ()))
         for name in found:
@@ -149,10 +150,6 @@ def find_pipeline(
 def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
     """Return each name with the number of earlier occurrences of the name."""
     return [(name, names[:number].count(name)) for number, name in enumerate(names)]
-
-
-def _buffers_of(name: str, unit: nn.Module) -> list[str]:
-    return [f"{name}.{each}" for each, _ in unit.named_buffers()]
 
 
 def _multiplied(unit: nn.Module) -> list[nn.Parameter]:

@@ -94,7 +94,7 @@ class PipelineStage:
         self._run: _StageRun | None = None
         self._hooks: list[RemovableHandle] = []
         for name, unit in units.items():
-            install(unit, UnitForward(unit, name, self))
+            install(unit, UnitForward(unit, name, self.call))
 
     def __deepcopy__(self, memo: object) -> PipelineStage:
         return self  # the wrappers that refer to it are removed from copies of the network

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -250,22 +250,21 @@ class Replay(WrappedForward):
             self._given = ()
 
 
-class RunsUnits(Protocol):
-    """Object that runs the calls of units."""
-
-    def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the output of a call of the unit ``name``, whose original method is ``forward``."""
-
-
 class UnitForward(WrappedForward):
-    """Wrapper for the ``forward`` method of a unit, which makes each call an event of ``runner``."""
+    """Wrapper for the ``forward`` method of a unit, which makes each call an event.
 
-    def __init__(self, module: nn.Module, name: str, runner: RunsUnits) -> None:
+    Args:
+        module: the unit.
+        name: name of the unit.
+        call: function that returns the output of a call, given the name, the original method, and the arguments.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         super().__init__(module)
-        self._name, self._runner = name, runner
+        self._name, self._call = name, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner.call(self._name, self.forward, args, kwargs)
+        return self._call(self._name, self.forward, args, kwargs)
 
 
 class _StepRecorder:
@@ -301,7 +300,7 @@ class _StepRecorder:
     def installed(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, unit in self._units.items():
-                install(unit, forward := UnitForward(unit, name, self))
+                install(unit, forward := UnitForward(unit, name, self.call))
                 stack.callback(setattr, unit, "forward", forward.forward)
                 for part in unit.modules():
                     stack.callback(part.register_forward_pre_hook(self._enter).remove)
@@ -487,13 +486,10 @@ def _zeros(spec: Spec) -> Tensor:
     if spec.requires_grad:
         made = _Zeros.apply(torch.zeros((), requires_grad=True), spec)  # type: ignore[no-untyped-call]
         return made
-    made = torch.zeros(spec.shape, dtype=spec.dtype)
-    if made.stride() == spec.stride:
-        return made
-    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-    base = torch.zeros(max(1, num_elements), dtype=spec.dtype)
     # Not a view, because autograd rejects changes in place of a view that a custom function returns.
-    return torch.empty(0, dtype=spec.dtype).set_(base.untyped_storage(), 0, spec.shape, spec.stride)
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    made.untyped_storage().fill_(0)
+    return made
 
 
 def _alike(tensor: Tensor) -> Tensor:

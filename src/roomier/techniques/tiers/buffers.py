@@ -19,6 +19,7 @@ import mmap
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -56,9 +57,11 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows has no MAP_PRIVATE and does not fork
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            _advise(mapping, getattr(mmap, advice))
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel may not support huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     if is_shared:
         register(mapping, is_file=False)
     storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
@@ -97,13 +100,6 @@ def memory_of_a_tier(address: int) -> tuple[int, int] | None:
         if start <= address < start + num_bytes:
             return start, 0 if is_file else num_bytes
     return None
-
-
-def _advise(mapping: mmap.mmap, advice: int) -> None:
-    try:
-        mapping.madvise(advice)
-    except OSError:  # the kernel may not support huge pages
-        assert advice != getattr(mmap, "MADV_DONTFORK", None)
 
 
 def record_memory(sizes: Sequence[int], pinned: bool) -> tuple[list[Tensor], int]:

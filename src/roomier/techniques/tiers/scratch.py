@@ -72,11 +72,6 @@ class FileTransfer:
     then: Callable[[], None] | None = None
     is_done: bool = False
 
-    def release(self) -> None:
-        """Remove the references to the buffer and to the functions."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.wait = self.after = self.finish = self.then = None
-
 
 class Transfers:
     """Reader thread and writer thread. See [Note: one reader and one writer].
@@ -163,7 +158,8 @@ class Transfers:
                 job.is_done = True
                 if job.then is not None:
                     job.then()
-                job.release()
+                job.buffer = torch.empty(0, dtype=torch.uint8)
+                job.wait = job.after = job.finish = job.then = None
                 self.changed.notify_all()
             del job
 
@@ -260,8 +256,7 @@ class Scratch:
         self.path, self._file = _create(self.folder)
         self.reserved_bytes, self.sums = 0, PageSums()
         try:
-            first = self.reserve(ALIGNMENT_BYTES)
-            assert first == 0
+            self.reserve(ALIGNMENT_BYTES)  # the block at position 0, for the two checks
             self.is_direct = _set_direct(self._file)
             self._records_writes = self._is_write_recorded()
         except BaseException:
@@ -338,7 +333,7 @@ class Scratch:
         """
         size = os.fstat(self._file).st_size
         if size < self.reserved_bytes:  # an access to the tensor would crash the process
-            raise self._failed(_TruncatedError(f"the file was truncated to {size} bytes"))
+            raise self._failed(OSError(f"the file was truncated to {size} bytes"))
         before = position % mmap.ALLOCATIONGRANULARITY
         try:
             mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
@@ -417,7 +412,7 @@ class Scratch:
                 is_whole = size >= self.reserved_bytes
                 moved = call(self._file, [content.data[done:]], position + start + done) if is_whole else 0
                 if moved == 0:
-                    raise _TruncatedError(f"the file was truncated to {size} bytes")
+                    raise OSError(f"the file was truncated to {size} bytes")
                 done += moved
             if call is os.preadv:
                 self.sums.check(position + start, content)
@@ -466,10 +461,6 @@ def _create(folder: Path) -> tuple[Path, int]:
 
 
 CHUNK_BYTES = 2**22  # Larger chunks are not faster, and smaller chunks require more CPU time.
-
-
-class _TruncatedError(OSError):
-    """Error for a file that is shorter than its reserved size."""
 
 
 def _set_direct(file: int) -> bool:
