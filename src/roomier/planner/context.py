@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -106,13 +107,11 @@ def _dry_pass(module: Module, batch: Any, plan: Plan) -> tuple[DryPass, int]:
         with precision.forward_context()():
             return step(given, 0)
 
-    handles = [layer.register_forward_hook(measure) for layer in layers]
-    try:
-        others = list(_outermost_without(facts.network, {*facts.blocks, *layers}))
+    others = list(_outermost_without(facts.network, {*facts.blocks, *layers}))
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_hook(measure))
         return dry_pass(facts.network, facts.blocks, others, run), num_bytes[0]
-    finally:
-        for each in handles:
-            each.remove()
 
 
 def _outermost_without(module: nn.Module, inner: Set[nn.Module]) -> Iterator[nn.Module]:

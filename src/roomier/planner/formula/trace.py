@@ -439,12 +439,10 @@ def _reporting_complete_bytes(
     trained = [each for each in engine.module.parameters() if each.requires_grad]
     handles = [each.register_post_accumulate_grad_hook(complete) for each in trained]  # type: ignore[no-untyped-call]
     handles += [each.register_forward_hook(watch) for each in inner]
-    try:
-        with reporting_places(named_places(engine.module, engine.blocks), tell):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for handle in (*handles, reporting_places(named_places(engine.module, engine.blocks), tell)):
+            stack.enter_context(handle)
+        yield
 
 
 def _executions(moments: Iterator[Snapshot]) -> Iterator[Execution]:
