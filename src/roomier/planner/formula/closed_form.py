@@ -148,9 +148,7 @@ class _CutStep(_StepTimeline):
 
     def __init__(self, trace: Trace, states: States, layout: Layout, order: UnitOrder) -> None:
         super().__init__(trace, states, layout)
-        self._walk = Walk(states.units, layout, states.sizes)
-        for kind, num_bytes in states.kept.items():
-            self._walk.add(kind, num_bytes)
+        self._walk = Walk(states.units, layout, self.owned, states.sizes)
         self._order = order
 
     def micro_batch(self, index: int) -> Iterator[Interval]:
@@ -160,10 +158,6 @@ class _CutStep(_StepTimeline):
         for number in range(self.layout.num_backwards):
             keeps = begin.activation if number < self.layout.num_backwards - 1 else None
             yield from self._backward(is_first=index == 0, is_last=is_last, is_again=number > 0, kept_bytes=keeps)
-
-    def update(self) -> Interval:
-        self.owned = list(self._walk.now)
-        return super().update()
 
     def _forward(self) -> Iterator[Interval]:
         walk, order = self._walk, self._order
