@@ -163,15 +163,13 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
         TypeError, KeyError, ValueError, AttributeError: the entry is invalid.
     """
     rest = {**entry, "circumstances": Circumstances(**entry["circumstances"])}
-    rest["flops_per_s"] = {str(dtype): float(rate) for dtype, rate in entry["flops_per_s"].items()}
     for name in ("gather", "reduce"):
-        rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
+        rest[name] = None if entry[name] is None else tuple(entry[name])
     measured = Measured(**rest)
-    names = ("update_bytes_per_s", "host_bytes_per_s", "disk_read", "disk_write", "disk_both")
-    given = [rate for rate in (getattr(measured, name) for name in names) if rate is not None]
-    exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
+    optional = [measured.update_bytes_per_s, measured.host_bytes_per_s, *(measured.gather or ())]
+    optional += [measured.disk_read, measured.disk_write, measured.disk_both, *(measured.reduce or ())]
     required = (*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s)
-    rates = [*required, *given, *exchanges]
+    rates = [*required, *(rate for rate in optional if rate is not None)]
     if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate that is not positive")
     return measured
