@@ -26,6 +26,11 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
     }
 
 
+def is_inside(name: str, place: str) -> bool:
+    """Return whether one of two parts of a model is the other part or contains it."""
+    return f"{name}.".startswith(f"{place}.") or f"{place}.".startswith(f"{name}.")
+
+
 @contextmanager
 def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
     """Return a context that calls ``set_place`` with the name of each part when the part starts, and with "" when the

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roomier.planner.dry_runs.places import is_inside
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
 from roomier.planner.memory.kinds import Interval, Kind
@@ -271,14 +272,7 @@ class UnitOrder:
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
     """Return the indices of the units that a part of the model requires: its own unit, the units inside it, and the
     unit that contains it."""
-    if not place:
-        return []
-    return [
-        number
-        for number, unit in enumerate(units)
-        if not unit.is_root
-        and (unit.name == place or unit.name.startswith(f"{place}.") or place.startswith(f"{unit.name}."))
-    ]
+    return [number for number, unit in enumerate(units) if place and not unit.is_root and is_inside(unit.name, place)]
 
 
 def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:

@@ -13,7 +13,6 @@ from roomier.plan import Plan
 from roomier.plan.choices import Kind as Label
 from roomier.plan.table import rows
 from roomier.planner.choice import Choice, Considered, levers_of, words_of
-from roomier.planner.forecast import Forecast
 from roomier.planner.memory.kinds import Kind, total_bytes
 from roomier.planner.report.what_if import Grid
 
