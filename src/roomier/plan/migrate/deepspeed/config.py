@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 from roomier.core.errors import did_you_mean, nearest
+from roomier.plan.choices import canonical
 from roomier.plan.migrate.answers import Answers
 from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, REJECTED, SECTIONS, reason_of
 from roomier.plan.parts import PARTS
@@ -213,11 +214,8 @@ def _answer_zero(answers: Answers, leaves: dict[str, Any]) -> None:
         answers.use(f"{section}.stage", stage, "strategy", strategies[stage])
         if groups is not None:
             answers.ignore(f"{section}.mics_shard_size", groups, _DISABLED)
-    for setting, name, smallest_stage in (
-        ("offload_optimizer", "optimizer_states", 1),
-        ("offload_param", "parameters", 3),
-    ):
-        _answer_offload(answers, leaves, setting, name, stage >= smallest_stage)
+    _answer_offload(answers, leaves, "offload_optimizer", "optimizer_states", stage >= 1)
+    _answer_offload(answers, leaves, "offload_param", "parameters", stage >= 3)
     ratio = leaves.pop(f"{section}.offload_optimizer.ratio", None)
     if ratio is not None and not isinstance(ratio, (int, float)):
         answers.reject(f"{section}.offload_optimizer.ratio", ratio, "must be a number", "Correct it")
@@ -392,26 +390,13 @@ _DETERMINED = {
 }
 
 
-_NAMES = {
-    "adagrad": "adagrad",
-    "lion": "lion",
-    "muon": "muon",
-    "onebitadam": "onebit_adam",
-    "sgd": "sgd",
-    "rmsprop": "rmsprop",
-    "nadam": "nadam",
-    "radam": "radam",
-    "adafactor": "adafactor",
-}
-"""Mapping from DeepSpeed's optimizer types, in lower case, to the roomier optimizers with the same parameters."""
+_NAMES = ("adagrad", "lion", "muon", "onebitadam", "sgd", "rmsprop", "nadam", "radam", "adafactor")
+"""DeepSpeed's optimizer types, in lower case, that are names of roomier optimizers with the same parameters."""
 
 _REJECTED = {
-    "lamb": "roomier has no LAMB",
-    "onebitlamb": "roomier has no LAMB",
+    **dict.fromkeys(("lamb", "onebitlamb"), "roomier has no LAMB"),
     "zerooneadam": "roomier does not have 0/1 Adam; onebit_adam also compresses the communication",
-    "muadam": "roomier does not scale learning rates by width",
-    "muadamw": "roomier does not scale learning rates by width",
-    "musgd": "roomier does not scale learning rates by width",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "roomier does not scale learning rates by width"),
 }
 
 _OWN = "Return the optimizer from configure_optimizers, and remove it from the configuration"
@@ -446,7 +431,7 @@ def answer_optimizer(answers: Answers, section: Any) -> None:
     if kind in ("adam", "adamw"):
         _answer_adam(answers, str(section["type"]), params)
     elif kind in _NAMES:
-        answers.use("optimizer.type", section["type"], "optimizer", _NAMES[kind])
+        answers.use("optimizer.type", section["type"], "optimizer", canonical("optimizer.name", kind))
     elif kind in _REJECTED:
         answers.reject("optimizer.type", section["type"], f"is not supported: {_REJECTED[kind]}", _OWN)
         return
