@@ -15,7 +15,6 @@ from roomier.planner.memory.predict import predict_built
 from roomier.planner.memory.tracker import MemoryTracker
 
 if TYPE_CHECKING:
-    from roomier.api.engine import Engine
     from roomier.api.trainer_view import TrainerView
     from roomier.plan import Plan
 
@@ -31,10 +30,12 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)
-    notes = list(_notes(plan, has_peak=peak is not None))
-    rule, why_not = _rule(engine, plan, rank)
-    if why_not is not None:
-        notes.append(why_not)
+    notes = _notes(plan, has_peak=peak is not None)
+    rule: NumBytes | None = None
+    try:
+        rule = by_row(predict_built(engine, plan, rank).peak.num_bytes)
+    except RoomierError as error:
+        notes.append(f"no formula: {error.problem}")
     own = RankAnatomy(rank, by_row(look.now().num_bytes), rule, peak, _allocator(engine.device, peak))
     parameters = list(engine.module.parameters())
     return Anatomy(
@@ -51,13 +52,6 @@ def peak_of(tracker: MemoryTracker, step: int) -> StepPeak:
     whole = tracker.peak()
     states = tracker.peak(MODEL_STATES)
     return StepPeak(step, whole.phase, by_row(whole.num_bytes), by_row(states.num_bytes), tracker.allocator_peak_bytes)
-
-
-def _rule(engine: Engine, plan: Plan, rank: int) -> tuple[NumBytes | None, str | None]:
-    try:
-        return by_row(predict_built(engine, plan, rank).peak.num_bytes), None
-    except RoomierError as error:
-        return None, f"no formula: {error.problem}"
 
 
 def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
