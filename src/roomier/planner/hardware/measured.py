@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from roomier.core.device.resolve import device_name
 from roomier.core.log import notice
 from roomier.core.replacing import replacing
 from roomier.core.untrusted import read_json
-from roomier.planner.hardware.host import cpu_model, host_name, threads_of_rank
+from roomier.planner.hardware.host import cpu_model, threads_of_rank
 
 _VERSION = 1  # format version of the file
 
@@ -89,7 +90,7 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
     """Return the current conditions for ``num_ranks`` processes on this machine."""
     model = cpu_model()
     return Circumstances(
-        host=host_name(),
+        host=socket.gethostname(),
         cpu=model,
         torch=torch.__version__,
         device=device_name(device) or model,
