@@ -129,7 +129,6 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
         description="Measure this machine in less than a minute and store the results for planning.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all fields of the machines")
     parser.add_argument(
