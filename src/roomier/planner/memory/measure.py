@@ -66,15 +66,10 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 
 
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
-    notes = [
-        "per parameter: bytes at the moment of a step when the sum of weights, gradients and optimizer states is "
-        "largest"
-    ]
+    at_peak = "bytes at the moment of a step when the sum of weights, gradients and optimizer states is largest"
+    notes = [f"per parameter: {at_peak}"]
     if not has_peak:
-        notes[0] = (
-            "per parameter: current bytes; formula: bytes at the moment of a step when the sum of weights, gradients "
-            "and optimizer states is largest"
-        )
+        notes = [f"per parameter: current bytes; formula: {at_peak}"]
         notes.append("to measure the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append(

@@ -139,15 +139,12 @@ def _verdict(choice: Choice) -> str:
 
 
 def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
-    reasons: dict[str, list[str]] = {}
-    words: dict[str, str] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for each in refused:
-        strategies = reasons.setdefault(each.reason, [])
-        words[each.reason] = "skipped" if each.is_left_out else "rejected"
-        if each.plan.parallel.strategy not in strategies:
-            strategies.append(each.plan.parallel.strategy)
-    for reason, strategies in list(reasons.items())[:_MAX_REFUSED]:
-        yield Text(f"{words[reason]}: {', '.join(strategies)}: {reason}")
+        key = "skipped" if each.is_left_out else "rejected", each.reason
+        reasons.setdefault(key, []).append(each.plan.parallel.strategy)
+    for (word, reason), strategies in list(reasons.items())[:_MAX_REFUSED]:
+        yield Text(f"{word}: {', '.join(dict.fromkeys(strategies))}: {reason}")
     if len(reasons) > _MAX_REFUSED:
         yield Text(f"{len(reasons) - _MAX_REFUSED} more reasons, which --json lists")
 
