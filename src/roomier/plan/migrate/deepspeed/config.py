@@ -310,8 +310,6 @@ _ABSENT = object()
 _DEFAULTS: dict[str, tuple[str, object]] = {
     # key of the configuration: (argument that determines its value, default of Hugging Face)
     "gradient_accumulation_steps": ("accumulate_grad_batches", _ABSENT),
-    "train_batch_size": ("", _ABSENT),
-    "train_micro_batch_size_per_gpu": ("", _ABSENT),
     "gradient_clipping": ("gradient_clip_val", 1.0),
     "fp16.enabled": ("precision", _ABSENT),
     "bf16.enabled": ("precision", _ABSENT),
@@ -320,11 +318,8 @@ _DEFAULTS: dict[str, tuple[str, object]] = {
     "optimizer.params.betas": ("", [0.9, 0.999]),
     "optimizer.params.eps": ("", 1e-8),
     "optimizer.params.weight_decay": ("", 0.0),
-    "optimizer.params.torch_adam": ("", _ABSENT),
     "scheduler.params.warmup_min_lr": ("", 0.0),
-    "scheduler.params.warmup_max_lr": ("", _ABSENT),
     "scheduler.params.warmup_num_steps": ("", 1),
-    "scheduler.params.total_num_steps": ("", _ABSENT),
 }
 
 
@@ -347,20 +342,22 @@ def without_auto(
             found[name] = without_auto(value, answers, given, f"{key}.")
         elif value != "auto" or reason_of(key) or key.partition(".")[0] in SECTIONS:
             found[name] = value
-        elif key not in _DEFAULTS:
+        elif key not in _DEFAULTS and key not in _DETERMINED:
             answers.reject(
                 key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value"
             )
         elif (own := _setting_of(key, given)) is not None:
             found[name] = own
+        elif key in _DETERMINED:
+            answers.ignore(key, "auto", _DETERMINED[key])
+            if prefix == "scheduler.params.":
+                found[name] = None  # None, so that the defaults of DeepSpeed are not used
         else:
             argument, default = _DEFAULTS[key]
             if argument and given.get(argument) is not None:
                 answers.ignore(key, "auto", f"{argument}={given[argument]!r} determines it")
             elif default is _ABSENT:
-                answers.ignore(key, "auto", f"the argument {argument} determines it" if argument else _DETERMINED[name])
-                if prefix == "scheduler.params.":
-                    found[name] = None  # None, so that the defaults of DeepSpeed are not used
+                answers.ignore(key, "auto", f"the argument {argument} determines it")
             else:
                 found[name] = default
                 answers.notes.append(f"{key}='auto' means {default!r}, the default of Hugging Face")
@@ -384,10 +381,11 @@ _IN_DICT = {
 _DETERMINED = {
     "train_batch_size": "the DataLoader and the number of ranks determine the size",
     "train_micro_batch_size_per_gpu": "the DataLoader determines the size",
-    "warmup_max_lr": "the learning rate of the optimizer determines this rate",
-    "total_num_steps": "the number of steps of the run determines this number",
-    "torch_adam": "the optimizer is always torch's",
+    "optimizer.params.torch_adam": "the optimizer is always torch's",
+    "scheduler.params.warmup_max_lr": "the learning rate of the optimizer determines this rate",
+    "scheduler.params.total_num_steps": "the number of steps of the run determines this number",
 }
+"""Keys of the configuration that no argument determines, with the reason why ``"auto"`` has no effect."""
 
 
 _NAMES = ("adagrad", "lion", "muon", "onebitadam", "sgd", "rmsprop", "nadam", "radam", "adafactor")
