@@ -40,8 +40,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         return 0
     machines, is_kept = _measure(options)
     if options.json:
-        shown = {"cache": str(cache_file()), "is_kept": is_kept}
-        print(json.dumps({**shown, "machines": [asdict(machine) for machine in machines]}))
+        print(json.dumps({"cache": str(cache_file()), "is_kept": is_kept, "machines": list(map(asdict, machines))}))
         return 0
     from rich.console import Console
 
