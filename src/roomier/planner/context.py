@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,10 +89,9 @@ def _dry_pass(module: Module, batch: Any, plan: Plan) -> tuple[DryPass, int]:
     """Return the record of a forward pass, and the bytes of its logits; see :class:`SequenceRegion`."""
     facts = facts_of(plan, module, Ranks())
     step, precision = step_of(module, "training_step"), facts.precision
-    try:
+    layers: list[nn.Module] = []
+    with suppress(RoomierError):  # no layer, or several
         layers = [find_output_layer(facts.network, facts.blocks)]
-    except RoomierError:  # no layer, or several
-        layers = []
     num_bytes = [0]
 
     def measure(layer: nn.Module, args: Any, logits: Tensor) -> None:
