@@ -38,7 +38,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     name = known("benchmark", arguments[0], CASES)
     case = load(name)
-    parser = PlainParser(prog=f"python -m benchmarks {name}", description=CASES[name], allow_abbrev=False)
+    parser = PlainParser(prog=f"python -m benchmarks {name}", description=CASES[name])
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     case.add_arguments(parser)
     options = parser.parse_args(arguments[1:])

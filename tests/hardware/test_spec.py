@@ -1,7 +1,7 @@
 """Machines that are specified by name or by file, and errors for invalid names and files."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
@@ -10,7 +10,7 @@ from roomier import RoomierError
 from roomier.planner.hardware import spec
 from roomier.planner.hardware.devices import SHEETS
 from roomier.planner.hardware.machine import Link
-from roomier.planner.hardware.spec import machine_as_dict, machine_of, machine_of_dict
+from roomier.planner.hardware.spec import machine_of, machine_of_dict
 
 A_MACHINE = {
     "device": {
@@ -55,7 +55,7 @@ def test_free_space_on_the_disk():
     assert machine_of_dict(A_MACHINE).disk_free_bytes is None
     machine = machine_of_dict({**A_MACHINE, "disk_free_bytes": "2TiB"})
     assert machine.disk_free_bytes == 2 * 2**40
-    assert machine_of_dict(machine_as_dict(machine)) == machine
+    assert machine_of_dict(asdict(machine)) == machine
     with pytest.raises(RoomierError, match="disk_free_bytes"):
         machine_of_dict({**A_MACHINE, "disk_free_bytes": -1})
 
@@ -102,7 +102,7 @@ def test_zero_nodes_are_rejected():
 @pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.name)
 def test_every_machine_survives_json(sheet):
     machine = replace(sheet.machine(8, 2), in_node_reduce=Link(1e9, 1e-3))
-    assert machine_of_dict(json.loads(json.dumps(machine_as_dict(machine)))) == machine
+    assert machine_of_dict(json.loads(json.dumps(asdict(machine)))) == machine
 
 
 @pytest.mark.parametrize(("name", "write"), [("m.yaml", yaml.safe_dump), ("m.JSON", json.dumps)])

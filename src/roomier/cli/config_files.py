@@ -95,7 +95,8 @@ def check_texts(options: Sequence[Option]) -> None:
         RoomierError: a text has aliases that expand to too many values, or names a file that cannot be read.
     """
     for option in options:
-        texts = [(option.field, option.value)] if option.content is None else list(_values(option.content))
+        texts = [(option.field, option.value)] if option.content is None else []
+        texts += [(name, values[own]) for name, values, own in _values(option.content)]
         for name, text in texts:
             try:
                 check_aliases(text if isinstance(text, str) else "")
@@ -115,7 +116,7 @@ def naming_file(error: RoomierError, options: Sequence[Option]) -> RoomierError:
     for option in reversed(options):
         if option.field.replace(f".{_INIT_ARGS}", "") == key:
             return error
-        found = [value for name, value in _values(option.content) if name == key]
+        found = [values[own] for name, values, own in _values(option.content) if name == key]
         if found:
             return in_file(error, option.value, found[-1])
     return error
@@ -130,9 +131,11 @@ def remove(options: list[Option], error: RoomierError) -> bool:
     key = error.field.removeprefix("--")
     for name in (f"{key}.{error.received}", key):
         for option in reversed(options):
-            if option.content is not None and _delete(option.content, name):
-                write_content(option)
-                return True
+            for full, values, own in _values(option.content):
+                if full == name:
+                    del values[own]
+                    write_content(option)
+                    return True
             if option.field.replace(f".{_INIT_ARGS}", "") == name:
                 options.remove(option)
                 return True
@@ -144,22 +147,9 @@ def write_content(option: Option) -> None:
     option.words = ["--config", yaml.safe_dump(option.content)]
 
 
-def _delete(node: Any, key: str, field: str = "") -> bool:
-    """Delete the first value below ``node`` that :func:`_values` yields as ``key``. Return False if there is none."""
-    if isinstance(node, list):
-        return any(_delete(value, key, field) for value in node)
-    for name in list(node) if isinstance(node, dict) else ():
-        inner = field if name == _INIT_ARGS else f"{field}.{name}" if field else str(name)
-        if name != _INIT_ARGS and inner == key:
-            del node[name]
-            return True
-        if _delete(node[name], key, inner):
-            return True
-    return False
-
-
-def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values below ``node``, with their keys in the format of jsonargparse's error messages."""
+def _values(node: Any, field: str = "") -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Yield the values below ``node``: the key of each value in the format of jsonargparse's error messages, the dict
+    that contains the value, and its key there."""
     if isinstance(node, list):
         for value in node:
             yield from _values(value, field)
@@ -167,7 +157,7 @@ def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
             name = field if key == _INIT_ARGS else f"{field}.{key}" if field else str(key)
             if key != _INIT_ARGS:
-                yield name, value
+                yield name, node, key
             yield from _values(value, name)
 
 

@@ -193,7 +193,6 @@ def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
         description="Export a checkpoint for other programs: its weights, a Lightning checkpoint, or the model itself.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint",

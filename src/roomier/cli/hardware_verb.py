@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         return 0
     machines, is_kept = _measure(options)
     if options.json:
-        from roomier.planner.hardware.spec import machine_as_dict
-
-        shown = {"cache": str(cache_file()), "is_kept": is_kept}
-        print(json.dumps({**shown, "machines": [machine_as_dict(machine) for machine in machines]}))
+        print(json.dumps({"cache": str(cache_file()), "is_kept": is_kept, "machines": list(map(asdict, machines))}))
         return 0
     from rich.console import Console
 
@@ -131,7 +128,6 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
         description="Measure this machine in less than a minute and store the results for planning.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all fields of the machines")
     parser.add_argument(

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.plan.choices import CHOICES
 from roomier.plan.levers import LEVERS
-from roomier.plan.parts import FIELDS, PARTS
+from roomier.plan.parts import FIELDS, PARTS, SETTINGS_OF_STRATEGY
 
 _WIDTH = 100
 _TRAINER = "trainer."
@@ -85,15 +85,12 @@ _MOST_USED = {
 }
 
 
-def _other_fields(section: str, *but: str) -> str:
-    return " ".join(name for name in FIELDS[section] if name not in but)
+def _other_fields(section: str, main: str) -> str:
+    return " ".join(name for name in FIELDS[section] if name != main)
 
 
 FIELDS_OF: dict[str, tuple[str, str]] = {
-    "strategy": (
-        "parallel.strategy",
-        _other_fields("parallel", "strategy", "accelerator", "devices", "num_nodes"),
-    ),
+    "strategy": ("parallel.strategy", " ".join(SETTINGS_OF_STRATEGY)),
     "accelerator": ("parallel.accelerator", ""),
     "precision": ("precision.mode", ""),
     "matmul_precision": ("precision.matmul", ""),

@@ -88,7 +88,6 @@ def _fit(command: Sequence[str]) -> None:
 def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
-        allow_abbrev=False,
         description="Print the manifest of a job that runs `roomier fit --config RUN.YAML` on a cluster, or run "
         "the job on the Ray cluster at RAY_ADDRESS. The planner forecasts the memory that each node needs. After a "
         "restart, the job resumes from its last checkpoint.",

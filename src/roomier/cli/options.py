@@ -91,24 +91,14 @@ def add_data_and_options_of_lightning(parser: ArgumentParser, use: str) -> None:
     parser.add_subclass_arguments(
         (DataModule, LightningDataModule), "data", fail_untyped=False, required=False, help=use
     )
-    parser.add_subclass_arguments(
-        Optimizer,
-        "optimizer",
-        required=False,
-        skip={"params"},
-        instantiate=False,
-        fail_untyped=False,
-        help="class of an optimizer, such as AdamW, which replaces the optimizer of the model",
-    )
-    parser.add_subclass_arguments(
-        LRScheduler,
-        "lr_scheduler",
-        required=False,
-        skip={"optimizer"},
-        instantiate=False,
-        fail_untyped=False,
-        help="class of a scheduler for --optimizer, such as StepLR",
-    )
+    of_optimizer = "class of an optimizer, such as AdamW, which replaces the optimizer of the model"
+    for kind, name, first, about in (
+        (Optimizer, "optimizer", "params", of_optimizer),
+        (LRScheduler, "lr_scheduler", "optimizer", "class of a scheduler for --optimizer, such as StepLR"),
+    ):
+        parser.add_subclass_arguments(
+            kind, name, required=False, skip={first}, instantiate=False, fail_untyped=False, help=about
+        )
     for name in ("weights_only", "verbose", "return_predictions"):
         parser.add_argument(f"--{name}", type=bool | None, default=SUPPRESS, help=SUPPRESS)
     for name in HARMLESS_KEYWORDS:

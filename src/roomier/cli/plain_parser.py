@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from roomier.core.errors import RoomierError
 
@@ -13,6 +14,9 @@ class PlainParser(argparse.ArgumentParser):
     Raises:
         RoomierError: an option is unknown, missing or invalid.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise an error with ``message``."""

@@ -102,8 +102,7 @@ def planned(
     deepspeed = take_deepspeed(config, given)
     apply_strategy_option(config, given)
     if as_fit and deepspeed is None:
-        own, stored = config.trainer.strategy, config.trainer.plan
-        own = own.get("name") if isinstance(own, dict) else own
+        own, stored = _name_of(config.trainer.strategy), config.trainer.plan
         config.strategy = own if stored is None else Plan.of(stored).parallel.strategy
     machine = machine_of_options(config, given)
     if as_fit and deepspeed is None:
@@ -115,6 +114,10 @@ def planned(
     plan = plan_of_options(config, machine, optimizes_itself=optimizes_itself)
     prices = ClosedForms(asked.workload, machine)
     return asked, plan, choose(asked.workload, plan, machine, prices=prices), prices
+
+
+def _name_of(strategy: Any) -> Any:
+    return strategy.get("name") if isinstance(strategy, dict) else strategy
 
 
 def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
@@ -177,8 +180,7 @@ def _show(asked: Asked, plan: Plan, choice: Choice, lever: UsefulLever | None, g
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
     """Print the strategy of the configuration, and whether this strategy fits. All strategies are compared, so another
     strategy may have been selected."""
-    own = config.trainer.strategy
-    name = own.get("name") if isinstance(own, dict) else own
+    name = _name_of(config.trainer.strategy)
     if config.strategy is None and name not in (None, "auto", "single"):
         best = next((each for each in choice.considered if each.plan.parallel.strategy == name and each.forecast), None)
         fits = "" if best is None else ", which fits" if best.fits else ", which does not fit"
@@ -242,9 +244,8 @@ def apply_deepspeed(config: Namespace, value: Any, machine: Machine) -> None:
     defaults = {name: each.default for name, each in inspect.signature(Trainer.__init__).parameters.items()}
     ranks = {"devices": machine.devices_per_node, "num_nodes": machine.num_nodes}
     found = of_roomier({**config.trainer.as_dict(), **ranks, "deepspeed": value}, defaults)
-    strategy = found["strategy"]
     if config.strategy is None:
-        config.strategy = strategy["name"] if isinstance(strategy, dict) else strategy
+        config.strategy = _name_of(found["strategy"])
     for name in found.keys() - ranks.keys():
         config.trainer[name] = found[name]
 
@@ -359,8 +360,7 @@ def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
     """
     if "strategy" not in given:
         return
-    own = config.trainer.strategy
-    name = own.get("name") if isinstance(own, dict) else own
+    name = _name_of(config.trainer.strategy)
     if config.strategy is not None and config.strategy != name:
         action = "Pass one of the two options, or neither option to compare all strategies"
         raise RoomierError("--trainer.strategy", name, f"differs from --strategy {config.strategy}", action)

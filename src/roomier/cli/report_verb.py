@@ -209,7 +209,6 @@ def _parser(verb: str) -> PlainParser:
         prog=f"roomier {verb}",
         description="Compare runs: their metrics, speed, memory and settings. For one run with a forecast, compare the "
         "forecast with the measurement of one step.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run",

@@ -7,6 +7,7 @@ other code in this folder needs to change.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from numbers import Integral
 from pkgutil import resolve_name
 from typing import Any, TypeGuard
@@ -121,16 +122,7 @@ class Refusal:
     problem: str = "is not implemented"
 
 
-def _exact(note: str = "") -> Choice:
-    return Choice(Kind.EXACT, note)
-
-
-def _near(note: str) -> Choice:
-    return Choice(Kind.NEAR, note)
-
-
-def _approximate(note: str) -> Choice:
-    return Choice(Kind.APPROXIMATE, note)
+_exact, _near, _approximate = (partial(Choice, kind) for kind in (Kind.EXACT, Kind.NEAR, Kind.APPROXIMATE))
 
 
 def _torch_optimizer(
@@ -195,7 +187,7 @@ def averages_itself(optimizer: str | None) -> TypeGuard[str]:
 
 
 COMPRESSIONS: dict[str, Choice] = {
-    "none": _exact(),
+    "none": _exact(""),
     "powersgd": CompressionChoice(
         Kind.APPROXIMATE,
         "low-rank gradients with error feedback, after a warm-up",
@@ -288,12 +280,12 @@ CHOICES: dict[str, Mapping[str, Choice]] = {
         "disk": _exact("optimizer states are on disk between updates"),
     },
     "offload.parameters": {
-        "none": _exact(),
+        "none": _exact(""),
         "cpu": _exact("the parameters of a block are on the device while it computes"),
         "disk": _exact("the parameters of a block are read from disk when it computes"),
     },
     "offload.activations": {
-        "none": _exact(),
+        "none": _exact(""),
         "cpu": _exact("saved activations are in host memory until backward"),
         "disk": _exact("saved activations are on disk until backward"),
     },
@@ -321,7 +313,7 @@ SWITCHES: dict[str, Choice] = {
     "parallel.find_unused_parameters": _near("steps may skip parameters; gradients are summed in different buckets"),
     "batch.accumulate_grad_batches": _near("the gradient of the full batch, summed over micro-batches"),
     "loss.chunked": _near("cross_entropy never holds all logits; the loss is summed over chunks"),
-    "adapter.lora_rank": _exact(),
+    "adapter.lora_rank": _exact(""),
     "compile.enabled": _near("fused kernels round differently; dropout uses different random numbers"),
     "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
@@ -375,9 +367,8 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), Refusal(_SCHEDULE_FREE)),
         **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"), Refusal(_LOW_RANK)),
         **{
-            name: Refusal(f"{_LOW_RANK}, {_IN_BACKWARD}")
+            f"{kind}_layerwise": Refusal(f"{_LOW_RANK}, {_IN_BACKWARD}")
             for kind in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
-            for name in [f"{kind}_layerwise"]
         },
         "adamw_anyprecision": Refusal(
             "Use optimizer='adamw' with precision='bf16-true', which does not lose small updates"

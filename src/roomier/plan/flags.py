@@ -10,7 +10,7 @@ from roomier.core.errors import PlanError, RoomierError, did_you_mean
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan.choices import OFFLOADING_STRATEGIES, STRATEGY_SUFFIXES, canonical
 from roomier.plan.levers import LEVERS, Lever
-from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, SETTINGS_OF_STRATEGY
 from roomier.plan.plan import Plan
 from roomier.plan.rules import each_error, refuse
 
@@ -206,9 +206,7 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
     """Set the strategy. The suffixes ``+offload`` and ``+disk`` place the optimizer states in host memory or on
     disk."""
     if isinstance(strategy, Mapping):
-        own = {name: f"parallel.{name}" for name in FIELDS["parallel"]} | {"allow": "choice.allowed"}
-        for name in ("strategy", "accelerator", "devices", "num_nodes"):
-            del own[name]
+        own = {name: f"parallel.{name}" for name in SETTINGS_OF_STRATEGY} | {"allow": "choice.allowed"}
         settings = {name: value for name, value in strategy.items() if name != "name"}
         draft.ask_each("strategy", settings, own, "a strategy", known=["name", *own])
         strategy = strategy.get("name", "single")

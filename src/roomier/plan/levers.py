@@ -194,31 +194,20 @@ def recompute_settings_have_their_policy(plan: PlanParts) -> Iterator[PlanError]
         yield PlanError("activation.policy", received, "requires exactly one budget, in bytes or as a fraction", action)
 
 
-def imported_policy_is_alone(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject the policy of an extension, which may save activations in its own form, in combination with levers that
-    also decide which tensors are saved."""
-    policy = plan.activation.policy
-    if not isinstance(POLICIES.get(policy), ImportedChoice):
-        return
-    if plan.compile.enabled:
+def policy_goes_with_the_levers(plan: PlanParts) -> Iterator[PlanError]:
+    """Reject the policy of an extension, which may save activations in its own form, with levers that also decide which
+    tensors are saved, and a budget with levers that change the activations that were measured in a step."""
+    policy, field = plan.activation.policy, "activation.policy"
+    is_imported = isinstance(POLICIES.get(policy), ImportedChoice)
+    if plan.compile.enabled and (is_imported or policy == "budget"):
         problem = "is not supported with compile=True, because the compiler selects the activations that a block saves"
-        yield PlanError("activation.policy", policy, problem, "Use 'selective', 'full' or 'every_n', or compile=False")
-    if plan.offload.activations != "none":
+        yield PlanError(field, policy, problem, "Use 'selective', 'full' or 'every_n', or compile=False")
+    if plan.offload.activations != "none" and is_imported:
         problem = "is not supported with offload.activations, because its activations may not be tensors"
-        yield PlanError("activation.policy", policy, problem, "Use another policy, or remove offload.activations")
-
-
-def budget_can_be_measured(plan: PlanParts) -> Iterator[PlanError]:
-    """Reject a budget in combination with levers that change the activations that were measured in a step."""
-    if plan.activation.policy != "budget":
-        return
-    field = "activation.policy"
-    if plan.compile.enabled:
-        problem = "is not supported with compile=True, because the compiler selects the activations that a block saves"
-        yield PlanError(field, "budget", problem, "Use 'selective', 'full' or 'every_n', or compile=False")
-    if has_two_backwards(plan):
+        yield PlanError(field, policy, problem, "Use another policy, or remove offload.activations")
+    if has_two_backwards(plan) and policy == "budget":
         problem = "is not supported with step_in_backward='exact' and clipping, which require two backward passes"
-        yield PlanError(field, "budget", problem, "Use 'full', or remove one of the two settings")
+        yield PlanError(field, policy, problem, "Use 'full', or remove one of the two settings")
 
 
 def settings_have_their_lever(plan: PlanParts) -> Iterator[PlanError]:
@@ -467,8 +456,7 @@ def speculation_has_reduced_gradients(plan: PlanParts) -> Iterator[PlanError]:
 
 LEVER_RULES: list[Callable[[PlanParts], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
-    imported_policy_is_alone,
-    budget_can_be_measured,
+    policy_goes_with_the_levers,
     settings_have_their_lever,
     adapter_settings_have_adapters,
     rounding_is_of_bf16_weights,

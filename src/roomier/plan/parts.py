@@ -473,6 +473,10 @@ FIELDS: dict[str, dict[str, object]] = {
 }
 """Map from section names to field names, and from field names to annotated types."""
 
+_OF_TRAINER = ("strategy", "accelerator", "devices", "num_nodes")
+SETTINGS_OF_STRATEGY = [name for name in FIELDS["parallel"] if name not in _OF_TRAINER]
+"""Fields that are settings in the argument ``strategy``. The other fields of the section are arguments themselves."""
+
 AnyPlan = TypeVar("AnyPlan", bound=PlanParts)
 
 

@@ -1,5 +1,6 @@
 """The Plan: one frozen value with all settings that affect the computation of a run."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -137,7 +138,7 @@ class Plan(PlanParts):
 
     def to_json(self) -> str:
         """Return the Plan as JSON text, which :meth:`from_json` converts to an equal Plan."""
-        return text.dump_json(self.to_dict())
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def diff(self, other: "Plan") -> list[Difference]:
         """Return the fields whose values differ between ``other`` and this Plan, in the order of the Plan.

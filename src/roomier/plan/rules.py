@@ -164,13 +164,10 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
 
 def _check_word(field: str, value: str) -> Iterator[PlanError]:
     choices = list(CHOICES[field])
+    added = accelerator_of_torch() if field == "parallel.accelerator" and value not in choices else None
+    choices += [added] if added is not None and added not in choices else []
     if value in choices:
         return
-    if field == "parallel.accelerator":
-        added = accelerator_of_torch()
-        choices += [added] if added is not None and added not in choices else []
-        if value in choices:
-            return
     refused = REFUSED.get(field, {})
     if value in refused:
         also = aliases_of(field, value)

@@ -1,7 +1,6 @@
 """Conversion of a Plan to nested plain values, YAML and JSON, and back. Floats are converted without loss."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -72,11 +71,6 @@ def load_yaml(text: str, source: str | None = None) -> object:
     from roomier.plan.yaml_dialect import load
 
     return _parsed(text, "YAML", source, load, (yaml.YAMLError, ValueError))
-
-
-def dump_json(values: Mapping[str, object]) -> str:
-    """Return ``values`` as indented JSON. Numbers are written without loss."""
-    return json.dumps(values, indent=2, allow_nan=False)
 
 
 def load_json(text: str, source: str | None = None) -> object:

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Set
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +89,9 @@ def _dry_pass(module: Module, batch: Any, plan: Plan) -> tuple[DryPass, int]:
     """Return the record of a forward pass, and the bytes of its logits; see :class:`SequenceRegion`."""
     facts = facts_of(plan, module, Ranks())
     step, precision = step_of(module, "training_step"), facts.precision
-    try:
+    layers: list[nn.Module] = []
+    with suppress(RoomierError):  # no layer, or several
         layers = [find_output_layer(facts.network, facts.blocks)]
-    except RoomierError:  # no layer, or several
-        layers = []
     num_bytes = [0]
 
     def measure(layer: nn.Module, args: Any, logits: Tensor) -> None:
@@ -106,13 +106,11 @@ def _dry_pass(module: Module, batch: Any, plan: Plan) -> tuple[DryPass, int]:
         with precision.forward_context()():
             return step(given, 0)
 
-    handles = [layer.register_forward_hook(measure) for layer in layers]
-    try:
-        others = list(_outermost_without(facts.network, {*facts.blocks, *layers}))
+    others = list(_outermost_without(facts.network, {*facts.blocks, *layers}))
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_hook(measure))
         return dry_pass(facts.network, facts.blocks, others, run), num_bytes[0]
-    finally:
-        for each in handles:
-            each.remove()
 
 
 def _outermost_without(module: nn.Module, inner: Set[nn.Module]) -> Iterator[nn.Module]:

@@ -46,8 +46,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "dim": "torch requires 0",
     "batched_grad_copy": "gradients are already views of the buckets",
     "forward_sync_buffers": "buffers are broadcast in each forward pass",
-    "device_ids": "each rank uses the device with its local rank",
-    "output_device": "each rank uses the device with its local rank",
+    **dict.fromkeys(("device_ids", "output_device", "device_id"), "each rank uses the device with its local rank"),
     "process_group": "the process group contains all ranks",
     "device_mesh": "the number of ranks determines the mesh",
     # FullyShardedDataParallel
@@ -64,7 +63,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "state_dict_type": "each rank writes its shard to a folder, which any strategy and number of ranks can load; "
     "`roomier export` writes a single file",
     "save_distributed_checkpoint": "each rank writes its shard to a folder; `roomier export` writes a single file",
-    "device_id": "each rank uses the device with its local rank",
 }
 """Mapping from each parameter without effect in roomier to the reason why it has no effect."""
 
@@ -299,14 +297,10 @@ _KINDS: dict[str, Callable[[Answers, object], None]] = {
 
 
 _DETECTED = "roomier detects the launcher from its environment variables"
-_PRECISIONS = {
+_PRECISIONS: dict[str, str | None] = {
     "Precision": "32-true",
-    "MixedPrecision": None,
-    "HalfPrecision": None,
-    "FSDPPrecision": None,
-    "DeepSpeedPrecision": None,
-    "XLAPrecision": None,
     "DoublePrecision": "64-true",
+    **dict.fromkeys(("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")),
 }
 """Mapping from each precision plugin to its precision; None if the object stores the precision."""
 

@@ -10,25 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from enum import Enum, auto
 from numbers import Real
 from typing import Any
 
 from roomier.plan.migrate.answers import Answers
 
 Convert = Callable[[Answers, str, Any], None]
-
-
-class Why(Enum):
-    """Why a field has no equivalent argument."""
-
-    ELSEWHERE = auto()
-    """The field belongs to another object of roomier, which the text names. As an argument of the Trainer, the field is
-    rejected."""
-    NO_EFFECT = auto()
-    """The field does not affect training with roomier, for the reason in the text."""
-    UNSUPPORTED = auto()
-    """The field is not supported. The text names the nearest alternative."""
 
 
 def _as(keyword: str, meaning: Callable[[Any], Any] = lambda value: value, remark: str = "") -> Convert:
@@ -303,13 +290,20 @@ _UNSUPPORTED = {
     "Export the model with roomier.checkpoint.export": "jit_mode_eval",
 }
 
-_TEXTS = {Why.ELSEWHERE: _ELSEWHERE, Why.NO_EFFECT: _WITHOUT_EFFECT, Why.UNSUPPORTED: _UNSUPPORTED}
-OTHERS: dict[str, tuple[Why, str]] = {
-    name: (why, text) for why, texts in _TEXTS.items() for text, names in texts.items() for name in names.split()
-}
-"""Answer to each field without an equivalent argument."""
 
-FIELDS = CONVERTED.keys() | OTHERS.keys()
+def _by_field(texts: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for text, names in texts.items() for name in names.split()}
+
+
+ELSEWHERE = _by_field(_ELSEWHERE)
+"""Fields that belong to another object of roomier, which the text names. As arguments of the Trainer, they are
+rejected."""
+WITHOUT_EFFECT = _by_field(_WITHOUT_EFFECT)
+"""Fields that do not affect training with roomier, for the reason in the text."""
+UNSUPPORTED = _by_field(_UNSUPPORTED)
+"""Fields that are not supported. The text names the nearest alternative."""
+
+FIELDS = CONVERTED.keys() | {**ELSEWHERE, **WITHOUT_EFFECT, **UNSUPPORTED}
 """All fields of TrainingArguments, except the fields that are identical in roomier's Trainer."""
 
 SAME = ("max_steps", "learning_rate")
@@ -336,7 +330,7 @@ _CLASS_NAMES = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 def advice() -> dict[str, str]:
     """Return the alternative for each argument that is not accepted as a keyword of the Trainer."""
-    return {**OF_TRAINER, **{name: text for name, (why, text) in OTHERS.items() if why is not Why.NO_EFFECT}}
+    return {**OF_TRAINER, **ELSEWHERE, **UNSUPPORTED}
 
 
 def is_training_arguments(value: object) -> bool:
@@ -346,8 +340,7 @@ def is_training_arguments(value: object) -> bool:
 
 def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of ``names`` whose key is a field that has an equivalent argument or no effect."""
-    rejected = advice()
-    return {name: value for name, value in names.items() if name in FIELDS and name not in rejected}
+    return {name: value for name, value in names.items() if name in CONVERTED or name in WITHOUT_EFFECT}
 
 
 def answers_to_fields(given: Mapping[str, Any]) -> Answers:
@@ -375,13 +368,13 @@ def answers_to_object(arguments: Any) -> Answers:
 
 
 def _answer(answers: Answers, name: str, value: Any) -> None:
-    why, text = OTHERS.get(name, (Why.UNSUPPORTED, "Remove it"))
+    reason = {**ELSEWHERE, **WITHOUT_EFFECT}.get(name)
     if name in CONVERTED:
         CONVERTED[name](answers, name, value)
-    elif why is Why.UNSUPPORTED:
-        answers.reject(name, value, "is not supported", text)
+    elif reason is not None:
+        answers.ignore(name, value, reason)
     else:
-        answers.ignore(name, value, text)
+        answers.reject(name, value, "is not supported", UNSUPPORTED.get(name, "Remove it"))
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

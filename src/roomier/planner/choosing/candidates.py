@@ -267,8 +267,7 @@ def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
 
 
 def _has_output_layer(workload: Workload) -> bool:
-    try:
+    with suppress(RoomierError):
         find_output_layer(network_of(workload.module), workload.blocks)
-    except RoomierError:
-        return False
-    return True
+        return True
+    return False

@@ -9,7 +9,7 @@ from typing import Any
 from roomier.core.units import parse_bytes
 from roomier.plan import Plan
 from roomier.plan.levers import used_levers
-from roomier.plan.parts import ParallelPlan, Part
+from roomier.plan.parts import SETTINGS_OF_STRATEGY, Part
 from roomier.techniques.adapters.lora import as_keyword
 
 
@@ -53,15 +53,13 @@ def _given(part: Part, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _strategy(plan: Plan) -> Any:
-    own = ("shard_size", *(each.name for each in dataclasses.fields(ParallelPlan) if each.name not in _KEYWORDS))
-    settings = _given(plan.parallel, {name: name for name in dict.fromkeys(own)})
+    settings = _given(plan.parallel, {name: name for name in ("shard_size", *SETTINGS_OF_STRATEGY)})
     if plan.choice.words:
         settings["allow"] = list(plan.choice.words)
     return {"name": plan.parallel.strategy, **settings} if settings else plan.parallel.strategy
 
 
 _OF_SCHEDULE = ("warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps")
-_KEYWORDS = ("strategy", "accelerator", "devices", "num_nodes")
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:

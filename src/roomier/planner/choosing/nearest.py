@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from roomier.core.errors import PlanError, RoomierError
@@ -174,11 +175,9 @@ class _Search:
 
     def _alternative(self, advice: str, changes: Changes, machine: Machine | None = None) -> Iterator[_Alternative]:
         """Yield the smallest plan with ``changes``, unless a rule rejects it."""
-        try:
+        with suppress(RoomierError):
             plan = changed(self._smallest.plan, changes)
-        except RoomierError:
-            return
-        yield _Alternative(advice, plan, self._smallest.micro_batch, self._budget_bytes, machine or self._machine)
+            yield _Alternative(advice, plan, self._smallest.micro_batch, self._budget_bytes, machine or self._machine)
 
     def _allowing(self) -> Iterator[_Alternative]:
         """Yield plans with additional options, ordered by their number. Plans with the same number are ordered by the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
     }
 
 
+def is_inside(name: str, place: str) -> bool:
+    """Return whether one of two parts of a model is the other part or contains it."""
+    return f"{name}.".startswith(f"{place}.") or f"{place}.".startswith(f"{name}.")
+
+
 @contextmanager
 def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
     """Return a context that calls ``set_place`` with the name of each part when the part starts, and with "" when the
@@ -38,16 +43,12 @@ def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], No
         places: names of the parts, from :func:`named_places`.
         set_place: function that is called with each name.
     """
-    handles = []
-    for module, name in places.items():
-        enter, leave = _hooks(name, set_place)
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as stack:
+        for module, name in places.items():
+            enter, leave = _hooks(name, set_place)
+            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            stack.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:

@@ -50,6 +50,8 @@ from roomier.planner.fake.user_code import locating_errors
 
 T = TypeVar("T")
 _FEW_PARTS = 16  # maximum number of chunks that are created separately
+_MASKS, _IS_FAKE = "transformers.utils.import_utils", "is_fake_tensor"
+"""Function that makes transformers create masks for fake tensors that it omits for real tensors."""
 
 
 class FakeRanks(Ranks):
@@ -116,7 +118,7 @@ def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[
         functions |= {_SCALED_DOT_PRODUCT: _attention}
     if world.size > _FEW_PARTS:
         functions[torch.chunk] = _chunk
-    with quiet(), locating_errors(), preserved_rng(), _masks_of_hugging_face(), ExitStack() as stack:
+    with quiet(), locating_errors(), preserved_rng(), ExitStack() as stack:
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
@@ -124,9 +126,12 @@ def fake_world(mesh: Mesh, *, is_pairwise: bool, like: str = "cpu") -> Iterator[
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
-            stack.enter_context(attention_like_cuda())
+            # The function mode does not apply in functions of torch that call attention.
+            stack.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
         elif like != "cpu":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if hasattr(masks := sys.modules.get(_MASKS), _IS_FAKE):
+            stack.enter_context(_replaced(masks, _IS_FAKE, lambda tensor: False))
         if functions:  # only if necessary, because it adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise).arranged(mesh)
@@ -147,20 +152,14 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _masks_of_hugging_face() -> Iterator[None]:
-    """Return a context in which transformers treats fake tensors as real tensors. It would otherwise create masks that
-    it omits for real tensors."""
-    found: Any = sys.modules.get("transformers.utils.import_utils")
-    name = "is_fake_tensor"
-    before = getattr(found, name, None)
-    if before is None:
-        yield
-        return
-    setattr(found, name, lambda tensor: False)
+def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which the attribute ``name`` of ``place`` is ``value``."""
+    before = getattr(place, name)
+    setattr(place, name, value)
     try:
         yield
     finally:
-        setattr(found, name, before)
+        setattr(place, name, before)
 
 
 _IN_FLOAT32 = (
@@ -190,16 +189,6 @@ def autocast_functions() -> dict[Any, Callable[..., Any]]:
                 found[function] = _in_float32(function)
     found[F.cross_entropy] = _cross_entropy
     return found
-
-
-@contextmanager
-def attention_like_cuda() -> Iterator[None]:
-    """Return a context in which the substitute also applies to torch functions that call attention."""
-    F.scaled_dot_product_attention = _attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = _SCALED_DOT_PRODUCT
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roomier.planner.dry_runs.places import is_inside
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
 from roomier.planner.memory.kinds import Interval, Kind
@@ -148,9 +149,7 @@ class _CutStep(_StepTimeline):
 
     def __init__(self, trace: Trace, states: States, layout: Layout, order: UnitOrder) -> None:
         super().__init__(trace, states, layout)
-        self._walk = Walk(states.units, layout, states.sizes)
-        for kind, num_bytes in states.kept.items():
-            self._walk.add(kind, num_bytes)
+        self._walk = Walk(states.units, layout, self.owned, states.sizes)
         self._order = order
 
     def micro_batch(self, index: int) -> Iterator[Interval]:
@@ -160,10 +159,6 @@ class _CutStep(_StepTimeline):
         for number in range(self.layout.num_backwards):
             keeps = begin.activation if number < self.layout.num_backwards - 1 else None
             yield from self._backward(is_first=index == 0, is_last=is_last, is_again=number > 0, kept_bytes=keeps)
-
-    def update(self) -> Interval:
-        self.owned = list(self._walk.now)
-        return super().update()
 
     def _forward(self) -> Iterator[Interval]:
         walk, order = self._walk, self._order
@@ -277,14 +272,7 @@ class UnitOrder:
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
     """Return the indices of the units that a part of the model requires: its own unit, the units inside it, and the
     unit that contains it."""
-    if not place:
-        return []
-    return [
-        number
-        for number, unit in enumerate(units)
-        if not unit.is_root
-        and (unit.name == place or unit.name.startswith(f"{place}.") or place.startswith(f"{unit.name}."))
-    ]
+    return [number for number, unit in enumerate(units) if place and not unit.is_root and is_inside(unit.name, place)]
 
 
 def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -119,11 +120,11 @@ class Estimator:
         self._built = cache(partial(_build_on_one, workload))
         self._states: dict[Hashable, States] = {}
         self._orders: dict[tuple[int, int], UnitOrder] = {}
-        self._blends: dict[Hashable, Trace] = {}
-        self._moved: dict[int, tuple[Trace, int]] = {}
         network = network_of(workload.module)
         blocks = set(workload.blocks)
         self._blocks = frozenset(name for name, module in network.named_modules() if module in blocks)
+        self._moved = cache(partial(moved_to_host, blocks=self._blocks))
+        self._blended = cache(Trace.between)
         self._sized = cache(lambda size: workload if size == workload.batch_size else workload.with_batch_size(size))
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
@@ -221,16 +222,14 @@ class Estimator:
         return replace(layout_of(plan, _CPU), on_gloo=on_cpu, holds_all_batches=on_cpu)
 
     def _step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _StepRun:
-        remark = ""
+        moved_bytes, remark = 0, ""
         if plan.activation.policy != "budget":
             trace, moved_bytes = self._trace_on_device(plan, layout, micro_batch)
         else:
             if plan.offload.activations == "none":
-                try:
+                with suppress(NotNestedError):
                     return self._chosen_step(plan, layout, states, micro_batch)
-                except NotNestedError:
-                    pass
-            (trace, moved_bytes), remark = self._interpolated(plan, layout, micro_batch), _INTERPOLATED
+            trace, remark = self._interpolated(plan, layout, micro_batch), _INTERPOLATED
         return _StepRun(trace, self._run(trace, plan, layout, states), moved_bytes, remark)
 
     def _run(self, trace: Trace, plan: Plan, layout: Layout, states: States) -> DryRun:
@@ -245,7 +244,7 @@ class Estimator:
         found = within_budget(plan, runs, self._blocks, self._machine.device)
         return _StepRun(traces[Keep.ALL], found, 0, remark_of(found.keeps))
 
-    def _interpolated(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
+    def _interpolated(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
         wanted = plan.activation
         least, _ = self._trace_on_device(replace(plan, activation=ActivationPlan("full")), layout, micro_batch)
         most, _ = self._trace_on_device(replace(plan, activation=ActivationPlan()), layout, micro_batch)
@@ -257,14 +256,9 @@ class Estimator:
                 max(each.peak_bytes for each in self._timeline(trace, states, layout)) for trace in (least, most)
             )
             share = (wanted.budget_bytes - low) / (high - low) if high > low else 1.0
-        if share >= 1 or not least.is_like(most):
-            return (most, 0) if share >= 1 else (least, 0)
-        if share <= 0:
-            return least, 0
-        key = (id(least), id(most), share)
-        if key not in self._blends:
-            self._blends[key] = least.between(most, share)
-        return self._blends[key], 0
+        if share >= 1:
+            return most
+        return least if share <= 0 or not least.is_like(most) else self._blended(least, most, share)
 
     def _trace_on_device(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
         if not leave_device(plan, self._machine):
@@ -272,9 +266,7 @@ class Estimator:
         whole = self._trace_of(
             replace(plan, offload=replace(plan.offload, activations="none", folder=None)), layout, micro_batch
         )
-        if id(whole) not in self._moved:
-            self._moved[id(whole)] = moved_to_host(whole, self._blocks)
-        return self._moved[id(whole)]
+        return self._moved(whole)
 
     def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Interval, ...]:
         if states.away.parameters:  # the gradients of a unit are offloaded in the backward pass

@@ -16,6 +16,7 @@ from roomier.api.overrides import overrides
 from roomier.core.mesh import Mesh
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import DryRun
+from roomier.planner.dry_runs.places import is_inside
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.fake.user_code import reason_of
@@ -94,7 +95,7 @@ def part_of_stage(
 
     @cache
     def share_of(place: str) -> float:
-        calls = [own.first <= number < own.last for number, name in enumerate(names) if _is_inside(name, place)]
+        calls = [own.first <= number < own.last for number, name in enumerate(names) if is_inside(name, place)]
         return sum(calls) / len(calls) if calls else float(own.is_last)
 
     # The last micro-batch has the highest peak, because all gradients exist.
@@ -126,7 +127,3 @@ def _host_generators() -> tuple[object, ...]:
     """Return the states of the generators of Python and NumPy."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2]
-
-
-def _is_inside(name: str, place: str) -> bool:
-    return f"{name}.".startswith(f"{place}.") or f"{place}.".startswith(f"{name}.")

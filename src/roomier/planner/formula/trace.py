@@ -129,10 +129,6 @@ class Execution:
         """Growth at the end."""
         return self.moments[-1]
 
-    def between(self, other: Execution, share: float) -> Execution:
-        """Interpolate linearly between this execution (``share`` 0) and ``other`` (1), or extrapolate."""
-        return self.grown(other, self, share)
-
     def grown(self, more: Execution, less: Execution, times: float) -> Execution:
         """Return this execution plus ``times`` times the difference between ``more`` and ``less``.
 
@@ -173,7 +169,7 @@ class Visit(NamedTuple):
         return cls(execution, begin, *map(begin.plus, rises))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """The recorded memory of one micro-batch; see [Note: traces and strategies].
 
@@ -217,7 +213,7 @@ class Trace:
         """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which has the same number of
         executions."""
         executions = [
-            mine.between(theirs, share) for mine, theirs in zip(self.executions, other.executions, strict=True)
+            mine.grown(theirs, mine, share) for mine, theirs in zip(self.executions, other.executions, strict=True)
         ]
         batch_bytes = round(self.batch_bytes + (other.batch_bytes - self.batch_bytes) * share)
         work = {
@@ -439,12 +435,10 @@ def _reporting_complete_bytes(
     trained = [each for each in engine.module.parameters() if each.requires_grad]
     handles = [each.register_post_accumulate_grad_hook(complete) for each in trained]  # type: ignore[no-untyped-call]
     handles += [each.register_forward_hook(watch) for each in inner]
-    try:
-        with reporting_places(named_places(engine.module, engine.blocks), tell):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for handle in (*handles, reporting_places(named_places(engine.module, engine.blocks), tell)):
+            stack.enter_context(handle)
+        yield
 
 
 def _executions(moments: Iterator[Snapshot]) -> Iterator[Execution]:

@@ -180,11 +180,6 @@ _ALIASES = {
 }
 
 
-def _sheets() -> tuple[Sheet, ...]:
-    header, *rows = (line.split() for line in _TABLE.strip().splitlines())
-    return tuple(_sheet(dict(zip(header, row, strict=True))) for row in rows)
-
-
 def _sheet(row: dict[str, str]) -> Sheet:
     number = {name: float(text) for name, text in row.items() if name != "name" and text != "-"}
     device = Device(
@@ -208,7 +203,8 @@ def _sheet(row: dict[str, str]) -> Sheet:
     )
 
 
-SHEETS = _sheets()
+_HEADER, *_ROWS = (line.split() for line in _TABLE.strip().splitlines())
+SHEETS = tuple(_sheet(dict(zip(_HEADER, row, strict=True))) for row in _ROWS)
 
 
 def plain_name(text: str) -> str:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-
-
-def host_name() -> str:
-    """Return the network name of this machine."""
-    return socket.gethostname()
 
 
 def cpu_model() -> str:

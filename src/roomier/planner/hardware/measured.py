@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from roomier.core.device.resolve import device_name
 from roomier.core.log import notice
 from roomier.core.replacing import replacing
 from roomier.core.untrusted import read_json
-from roomier.planner.hardware.host import cpu_model, host_name, threads_of_rank
+from roomier.planner.hardware.host import cpu_model, threads_of_rank
 
 _VERSION = 1  # format version of the file
 
@@ -89,7 +90,7 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
     """Return the current conditions for ``num_ranks`` processes on this machine."""
     model = cpu_model()
     return Circumstances(
-        host=host_name(),
+        host=socket.gethostname(),
         cpu=model,
         torch=torch.__version__,
         device=device_name(device) or model,
@@ -163,15 +164,13 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
         TypeError, KeyError, ValueError, AttributeError: the entry is invalid.
     """
     rest = {**entry, "circumstances": Circumstances(**entry["circumstances"])}
-    rest["flops_per_s"] = {str(dtype): float(rate) for dtype, rate in entry["flops_per_s"].items()}
     for name in ("gather", "reduce"):
-        rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
+        rest[name] = None if entry[name] is None else tuple(entry[name])
     measured = Measured(**rest)
-    names = ("update_bytes_per_s", "host_bytes_per_s", "disk_read", "disk_write", "disk_both")
-    given = [rate for rate in (getattr(measured, name) for name in names) if rate is not None]
-    exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
+    optional = [measured.update_bytes_per_s, measured.host_bytes_per_s, *(measured.gather or ())]
+    optional += [measured.disk_read, measured.disk_write, measured.disk_both, *(measured.reduce or ())]
     required = (*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s)
-    rates = [*required, *given, *exchanges]
+    rates = [*required, *(rate for rate in optional if rate is not None)]
     if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate that is not positive")
     return measured

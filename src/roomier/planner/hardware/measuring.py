@@ -159,8 +159,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
     """
     deadline = time.monotonic() + _PATIENCE_S
     while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed or time.monotonic() > deadline:
+        if any(process.poll() for process in processes) or time.monotonic() > deadline:
             break
         time.sleep(0.02)
     for rank, process in enumerate(processes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +80,7 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
 
 
 def machine_of_dict(content: Mapping[str, Any]) -> Machine:
-    """Return the machine described by plain data. This function is the inverse of :func:`machine_as_dict`.
+    """Return the machine described by plain data. This function is the inverse of ``dataclasses.asdict``.
 
     The device is a name in the table, or a mapping with the fields of :class:`Device`. A link is a number (bytes per
     second), or a mapping with ``bytes_per_s`` and ``latency_s``. A size in bytes is a number, or a string such as
@@ -95,13 +95,6 @@ def machine_of_dict(content: Mapping[str, Any]) -> Machine:
         own = {field.name: getattr(usual, field.name) for field in fields(Machine)}
         given = {**own, "source": "a file, and data sheets", **content, "device": usual.device}
     return _read(Machine, given)
-
-
-def machine_as_dict(machine: Machine) -> dict[str, Any]:
-    """Return all fields of ``machine`` as plain data."""
-    plain = asdict(machine)
-    plain["device"]["flops_per_s"] = dict(machine.device.flops_per_s)
-    return plain
 
 
 def _name_and_count(text: str) -> tuple[str, int]:

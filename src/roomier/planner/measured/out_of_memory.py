@@ -93,7 +93,15 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     result from ``error``."""
     if isinstance(error, OutOfMemory):
         return error
-    plan, engine, attempt = failed.plan, failed.engine, _Attempts()
+    plan, engine, failures = failed.plan, failed.engine, list[str]()
+
+    def attempt(make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except Exception as failure:  # must not hide the original error
+            failures.append(f"{type(failure).__name__}: {_one_line(failure)}")
+            return None
+
     held = attempt(lambda: _held(engine)) if engine is not None else None
     workload = attempt(lambda: _workload(failed)) if engine is not None else None
     _release_frames(error)
@@ -118,28 +126,9 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     )
     explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(problem), action)
     explained.plan = nearest
-    for failure in attempt.failures:
+    for failure in failures:
         explained.add_note(f"roomier could not complete this message: {failure}")
     return explained
-
-
-class _Attempts:
-    """Runs computations that may fail without hiding the original error.
-
-    Attributes:
-        failures: one line for each failed computation.
-    """
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def __call__(self, make: Callable[[], T]) -> T | None:
-        """Return the result of ``make``, or None if the call fails."""
-        try:
-            return make()
-        except Exception as error:
-            self.failures.append(f"{type(error).__name__}: {_one_line(error)}")
-            return None
 
 
 def _release_frames(error: BaseException) -> None:

@@ -85,12 +85,8 @@ class RankAnatomy:
     @property
     def worst_bytes(self) -> int:
         """Highest measured memory of this rank, in bytes."""
-        known = [sum(self.now.values())]
-        if self.peak is not None:
-            known.append(sum(self.peak.whole.values()))
-        if self.allocator is not None:
-            known.append(self.allocator["peak"])
-        return max(known)
+        peak_bytes = 0 if self.peak is None else sum(self.peak.whole.values())
+        return max(sum(self.now.values()), peak_bytes, 0 if self.allocator is None else self.allocator["peak"])
 
 
 @dataclass(frozen=True)

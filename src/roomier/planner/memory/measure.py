@@ -15,7 +15,6 @@ from roomier.planner.memory.predict import predict_built
 from roomier.planner.memory.tracker import MemoryTracker
 
 if TYPE_CHECKING:
-    from roomier.api.engine import Engine
     from roomier.api.trainer_view import TrainerView
     from roomier.plan import Plan
 
@@ -31,10 +30,12 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)
-    notes = list(_notes(plan, has_peak=peak is not None))
-    rule, why_not = _rule(engine, plan, rank)
-    if why_not is not None:
-        notes.append(why_not)
+    notes = _notes(plan, has_peak=peak is not None)
+    rule: NumBytes | None = None
+    try:
+        rule = by_row(predict_built(engine, plan, rank).peak.num_bytes)
+    except RoomierError as error:
+        notes.append(f"no formula: {error.problem}")
     own = RankAnatomy(rank, by_row(look.now().num_bytes), rule, peak, _allocator(engine.device, peak))
     parameters = list(engine.module.parameters())
     return Anatomy(
@@ -53,13 +54,6 @@ def peak_of(tracker: MemoryTracker, step: int) -> StepPeak:
     return StepPeak(step, whole.phase, by_row(whole.num_bytes), by_row(states.num_bytes), tracker.allocator_peak_bytes)
 
 
-def _rule(engine: Engine, plan: Plan, rank: int) -> tuple[NumBytes | None, str | None]:
-    try:
-        return by_row(predict_built(engine, plan, rank).peak.num_bytes), None
-    except RoomierError as error:
-        return None, f"no formula: {error.problem}"
-
-
 def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
     if not capabilities_of(device).has_memory_statistics:
         return None
@@ -72,15 +66,10 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 
 
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
-    notes = [
-        "per parameter: bytes at the moment of a step when the sum of weights, gradients and optimizer states is "
-        "largest"
-    ]
+    at_peak = "bytes at the moment of a step when the sum of weights, gradients and optimizer states is largest"
+    notes = [f"per parameter: {at_peak}"]
     if not has_peak:
-        notes[0] = (
-            "per parameter: current bytes; formula: bytes at the moment of a step when the sum of weights, gradients "
-            "and optimizer states is largest"
-        )
+        notes = [f"per parameter: current bytes; formula: {at_peak}"]
         notes.append("to measure the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append(

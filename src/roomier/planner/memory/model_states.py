@@ -145,55 +145,36 @@ def _unsharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int])
 
 
 def _sharded_moments(units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> list[StatesMoment]:
-    """Return the moments of a step with sharded parameters."""
-    step = _ShardedStep(units, layout, kept)
-    now = dict(zip(KINDS, step.walk.now, strict=True))
-    return [*step.moments, StatesMoment(now), StatesMoment({**now, Kind.GRADIENT: 0})]
+    """Return the moments of a step with sharded parameters, which runs the units in the order of the modules."""
+    walk = Walk(units, layout, [kept.get(kind, 0) for kind in KINDS])
+    for index in range(layout.num_micro_batches):
+        for number in range(len(units)):
+            walk.enter(number, walk.gathered_ahead(number), "forward")
+            walk.end_forward(number)
+        walk.end_forward_of_all()
+        is_first, is_last = index == 0, index == layout.num_micro_batches - 1
+        _run_backward(walk, is_first=is_first, is_last=is_last)
+        if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
+            _run_backward(walk, is_first=is_first, is_last=is_last, gathers_ahead=False)
+    moments = [dict(zip(KINDS, each, strict=True)) for each in (*walk.notes, walk.now)]
+    return [*map(StatesMoment, moments), StatesMoment({**moments[-1], Kind.GRADIENT: 0})]
 
 
-class _ShardedStep:
-    """Step with sharded units, in the order of the modules."""
-
-    def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
-        self.moments: list[StatesMoment] = []
-        self._units = units
-        self.walk = Walk(units, layout)
-        for kind, num_bytes in kept.items():
-            self.walk.add(kind, num_bytes)
-        for index in range(layout.num_micro_batches):
-            self._forward()
-            is_first, is_last = index == 0, index == layout.num_micro_batches - 1
-            self._backward(is_first=is_first, is_last=is_last)
-            if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
-                self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
-
-    def _take_notes(self) -> None:
-        self.moments += (StatesMoment(dict(zip(KINDS, note, strict=True))) for note in self.walk.take_notes())
-
-    def _forward(self) -> None:
-        for number in range(len(self._units)):
-            self.walk.enter(number, self.walk.gathered_ahead(number), "forward")
-            self.walk.end_forward(number)
-        self.walk.end_forward_of_all()
-        self._take_notes()
-
-    def _backward(self, *, is_first: bool, is_last: bool, gathers_ahead: bool = True) -> None:
-        walk = self.walk
-        root = [number for number, unit in enumerate(self._units) if unit.is_root]
-        others = [number for number, unit in enumerate(self._units) if not unit.is_root]
-        late = [*root, *(number for number in others if self._units[number].ends_late)]
-        waiting = in_order_of_gathering(self._units)
-        following = dict(pairwise(waiting)) if gathers_ahead else {}
-        for number in reversed(others):
-            while number in waiting:
-                next_one = waiting.pop(0)
-                walk.enter(next_one, [following[next_one]] if next_one in following else [], "backward")
-            walk.compute_gradients(number, is_first=is_first)
-            if number not in late:
-                walk.end_backward(number, is_first=is_first, is_last=is_last)
-        for number in root:
-            walk.compute_gradients(number, is_first=is_first)
-        for number in late:
+def _run_backward(walk: Walk, *, is_first: bool, is_last: bool, gathers_ahead: bool = True) -> None:
+    root = [number for number, unit in enumerate(walk.units) if unit.is_root]
+    others = [number for number, unit in enumerate(walk.units) if not unit.is_root]
+    late = [*root, *(number for number in others if walk.units[number].ends_late)]
+    waiting = in_order_of_gathering(walk.units)
+    following = dict(pairwise(waiting)) if gathers_ahead else {}
+    for number in reversed(others):
+        while number in waiting:
+            next_one = waiting.pop(0)
+            walk.enter(next_one, [following[next_one]] if next_one in following else [], "backward")
+        walk.compute_gradients(number, is_first=is_first)
+        if number not in late:
             walk.end_backward(number, is_first=is_first, is_last=is_last)
-        walk.end_backward_of_all()
-        self._take_notes()
+    for number in root:
+        walk.compute_gradients(number, is_first=is_first)
+    for number in late:
+        walk.end_backward(number, is_first=is_first, is_last=is_last)
+    walk.end_backward_of_all()

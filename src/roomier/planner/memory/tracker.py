@@ -203,12 +203,8 @@ class MemoryTracker:
     def peak(self, kinds: Iterable[Kind] = tuple(Kind)) -> Snapshot:
         """Return the snapshot with the largest total of ``kinds``."""
         kinds = tuple(kinds)
-        best: Snapshot | None = None
-        for moment in self.moments():
-            if best is None or moment.total(kinds) > best.total(kinds):
-                best = Snapshot(moment.phase, dict(moment.num_bytes), moment.place)
-        assert best is not None
-        return best
+        moments = (Snapshot(each.phase, dict(each.num_bytes), each.place) for each in self.moments())
+        return max(moments, key=lambda each: each.total(kinds))
 
     def now(self) -> Snapshot:
         """Return the last snapshot."""

@@ -199,6 +199,7 @@ class Walk:
     Args:
         units: units in the order of the forward pass.
         layout: the settings of the Plan that determine the sizes.
+        now: bytes by kind before the step, in the order of ``KINDS``. The walk changes this list.
         sizes: sizes of the tensors of each unit; None computes these sizes from ``units`` and ``layout``.
 
     Attributes:
@@ -207,21 +208,19 @@ class Walk:
         sizes: sizes of the tensors of each unit.
     """
 
-    def __init__(self, units: Sequence[Unit], layout: Layout, sizes: Sequence[UnitBytes] | None = None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], layout: Layout, now: list[int], sizes: Sequence[UnitBytes] | None = None
+    ) -> None:
         self.units = units
         self.layout = layout
         self.sizes = sizes or [unit_bytes(each, layout) for each in units]
-        self.now = [0] * len(KINDS)
+        self.now = now
         self.notes: list[NumBytes] = []
         self._gathered: set[int] = set()
         self._sent_ahead: set[int] = set()
         self._kept_buffer = 0  # buffer of the last all-gather in a forward pass
         self._sent_bytes = 0  # buffers of the last reduction
         self._summed_bytes = 0
-
-    def add(self, kind: Kind, num_bytes: int) -> None:
-        """Add ``num_bytes`` to the current bytes of ``kind``."""
-        self.now[KINDS.index(kind)] += num_bytes
 
     def note(self) -> None:
         """Record the current bytes."""

@@ -63,7 +63,7 @@ def _chart(logs: Sequence[RunLog], metric: str) -> dict[str, Any]:
         x = (step - first) / (last - first) if last > first else 0.5
         return f"{x * _SIDE:.1f} {(1 - (scale(value) - bottom) / (top - bottom)) * _SIDE:.1f}"
 
-    ticks = _powers(low, high) if is_log else _round_values(bottom, top)
+    ticks = _powers(low, high) if is_log else round_values(bottom, top)
     return {
         "metric": metric,
         "is_log": is_log,
@@ -110,7 +110,8 @@ def _powers(low: float, high: float) -> Iterator[float]:
     yield from (10.0**power for power in range(first, last + 1, -(-(last - first + 1) // 5)))
 
 
-def _round_values(low: float, high: float, num_most: int = 5) -> Iterator[float]:
+def round_values(low: float, high: float, num_most: int = 5) -> Iterator[float]:
+    """Yield round numbers between ``low`` and ``high`` at equal distances, with at most ``num_most`` distances."""
     span = high - low
     unit = 10.0 ** math.floor(math.log10(span / num_most))
     step = next((unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= num_most), unit * 10)

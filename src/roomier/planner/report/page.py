@@ -23,7 +23,7 @@ from roomier.planner.choosing.candidates import STAGES
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import ForecastRecord, moment_text
 from roomier.planner.memory.kinds import NAMES, Interval, Kind
-from roomier.planner.report.curves import comparison, value_text
+from roomier.planner.report.curves import comparison, round_values, value_text
 from roomier.planner.report.run_log import RunLog, differences
 from roomier.planner.report.what_if import Grid
 
@@ -166,15 +166,13 @@ def phases_of(timeline: Sequence[Interval]) -> list[tuple[str, float, float]]:
     return found
 
 
-def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
-    """Return 0 and at most ``num_most`` round numbers of bytes up to ``top_bytes``, each with its label."""
+def round_ticks(top_bytes: float) -> list[tuple[int, str]]:
+    """Return 0 and at most five round numbers of bytes up to ``top_bytes``, each with its label."""
     unit_bytes, unit = 1, "B"
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if unit_bytes * 1024 <= top_bytes:
             unit_bytes, unit = unit_bytes * 1024, name
-    steps = (factor / 10 for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000))
-    step = next((each for each in steps if top_bytes / unit_bytes / each <= num_most), top_bytes / unit_bytes)
-    numbers = [index * step for index in range(int(top_bytes / unit_bytes / step) + 1)]
+    numbers = round_values(0.0, top_bytes / unit_bytes)
     return [(round(number * unit_bytes), f"{number:.4g}\u00a0{unit}" if number else "0") for number in numbers]
 
 

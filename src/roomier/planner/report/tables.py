@@ -13,18 +13,15 @@ from roomier.plan import Plan
 from roomier.plan.choices import Kind as Label
 from roomier.plan.table import rows
 from roomier.planner.choice import Choice, Considered, levers_of, words_of
-from roomier.planner.forecast import Forecast
-from roomier.planner.memory.kinds import Kind
+from roomier.planner.memory.kinds import Kind, total_bytes
 from roomier.planner.report.what_if import Grid
 
 _MAX_PLANS = 8  # maximum number of plans with a forecast; the best plan of each strategy is always shown
 _MAX_REFUSED = 6
 _LABELS = (Label.APPROXIMATE, Label.NEAR, Label.EXACT)
 
-STATES = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+_STATES = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
 """Kinds of the model states, which exist during the full step."""
-ACTIVATIONS = (Kind.ACTIVATION,)
-"""Kinds of the tensors that are saved for backward."""
 
 
 def choice_table(choice: Choice, *, tokens_per_sample: int | None = None) -> RenderableType:
@@ -83,14 +80,6 @@ def label_of(plan: Plan) -> Label:
     return next(label for label in _LABELS if label in kinds)
 
 
-def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
-    """Return the sizes in bytes of model states, activations and all other memory at the peak."""
-    found = forecast.bytes_by_kind
-    states = sum(found.get(kind, 0) for kind in STATES)
-    activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)
-    return states, activations, forecast.peak_bytes - states - activations
-
-
 def _best_of_all(considered: Sequence[Considered]) -> list[Considered]:
     """Return up to ``_MAX_PLANS`` plans with a forecast. The first plan of each strategy is always included."""
     priced = [each for each in considered if each.forecast is not None]
@@ -114,10 +103,12 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
     optimizer = [] if plan.optimizer.name in (None, "adamw") else [str(plan.optimizer.name)]
     step_s = None if forecast.time is None else forecast.time.total_s
     num_items = forecast.global_batch * (tokens_per_sample or 1)
+    peak_bytes, by_kind = forecast.peak_bytes, forecast.bytes_by_kind
+    parts = (total_bytes(by_kind, _STATES), by_kind.get(Kind.ACTIVATION, 0))
     cells = [
         ", ".join([plan.parallel.strategy + copies, *levers_of(plan), *optimizer]),
         f"{plan.batch.accumulate_grad_batches} x {each.micro_batch}",
-        *(f"{count / unit_bytes:.1f}" for count in (forecast.peak_bytes, *bytes_in_three(forecast))),
+        *(f"{count / unit_bytes:.1f}" for count in (peak_bytes, *parts, peak_bytes - sum(parts))),
         "" if step_s is None else format_seconds(step_s),
         "" if not step_s else format_count(num_items / step_s),
         label_of(plan).value,
@@ -148,15 +139,12 @@ def _verdict(choice: Choice) -> str:
 
 
 def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
-    reasons: dict[str, list[str]] = {}
-    words: dict[str, str] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for each in refused:
-        strategies = reasons.setdefault(each.reason, [])
-        words[each.reason] = "skipped" if each.is_left_out else "rejected"
-        if each.plan.parallel.strategy not in strategies:
-            strategies.append(each.plan.parallel.strategy)
-    for reason, strategies in list(reasons.items())[:_MAX_REFUSED]:
-        yield Text(f"{words[reason]}: {', '.join(strategies)}: {reason}")
+        key = "skipped" if each.is_left_out else "rejected", each.reason
+        reasons.setdefault(key, []).append(each.plan.parallel.strategy)
+    for (word, reason), strategies in list(reasons.items())[:_MAX_REFUSED]:
+        yield Text(f"{word}: {', '.join(dict.fromkeys(strategies))}: {reason}")
     if len(reasons) > _MAX_REFUSED:
         yield Text(f"{len(reasons) - _MAX_REFUSED} more reasons, which --json lists")
 

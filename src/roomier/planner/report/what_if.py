@@ -73,10 +73,9 @@ def what_if(
         prices = ClosedForms(make(), machine)
 
         def peak(micro_batch: int, prices: Prices = prices) -> int | None:
-            try:
+            with suppress(RoomierError):
                 return prices.estimate(plan, micro_batch).peak_bytes
-            except RoomierError:
-                return None  # the plan does not support this batch
+            return None  # the plan does not support this batch
 
         peaks.append([peak(each) for each in micro_batches])
     return Grid(row_name, [name for name, _ in workloads], "micro-batch", list(micro_batches), peaks, budget_bytes)

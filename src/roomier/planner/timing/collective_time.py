@@ -60,15 +60,11 @@ class Group:
 
 def gather_s(num_bytes: float, group: Group, machine: Machine) -> float:
     """Return the duration of an all-gather in seconds. ``num_bytes`` is the total size of all shards."""
-    if group.num_ranks == 1 or num_bytes == 0:
-        return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node)
 
 
 def reduce_scatter_s(num_bytes: float, group: Group, machine: Machine) -> float:
     """Return the duration of a reduce-scatter in seconds. ``num_bytes`` is the size of the input on each rank."""
-    if group.num_ranks == 1 or num_bytes == 0:
-        return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node_reduce or machine.in_node)
 
 
@@ -84,6 +80,8 @@ def all_reduce_s(num_bytes: float, group: Group, machine: Machine) -> float:
 
 
 def _half_s(num_bytes: float, group: Group, machine: Machine, within: Link) -> float:
+    if group.num_ranks == 1 or num_bytes == 0:
+        return 0.0
     latency_s = _ring_latency_s(group, within, machine)
     return latency_s + group.share_sent * num_bytes / _bytes_per_s(group, within, machine)
 

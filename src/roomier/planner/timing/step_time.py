@@ -278,7 +278,7 @@ class _Step:
                 hooks = Transfer(0.0, host_s=_OPERATIONS_OF_HOOKS * self.machine.device.operation_s)
                 gathers.setdefault((first if place is None else place, False), []).extend((self._gather(unit), hooks))
             if unit.gathers_again:
-                gathers.setdefault((place or "", True), []).append(self._gather(replace(unit, gathers_each=True)))
+                gathers.setdefault((place or "", True), []).append(self._gather(replace(unit, in_each=True)))
             reduces.setdefault(place or "", []).append(self._reduction(unit))
         found, last = [], len(segments) - 1
         for index, (place, segment) in enumerate(segments):
@@ -296,8 +296,7 @@ class _Step:
             unit.gather.link_s,
             self._copied_s(unit.gather),
             host_s,
-            in_others=unit.gathers_each,
-            in_last=unit.gathers_each,
+            when="each" if unit.in_each else "first",
         )
 
     def _reduction(self, unit: UnitTraffic) -> Transfer:
@@ -308,8 +307,7 @@ class _Step:
             unit.reduce.link_s * num_backwards,
             self._copied_s(unit.reduce) * num_backwards,
             host_s * num_backwards,
-            in_first=unit.reduces_each,
-            in_others=unit.reduces_each,
+            when="each" if unit.in_each else "last",
             is_late=unit.is_last,
         )
 

@@ -31,18 +31,14 @@ class Transfer:
         link_s: time for which the transfer occupies the link or a separate stream.
         device_s: time that the device needs for packing and unpacking.
         host_s: time that the host needs to launch the transfer.
-        in_first: whether the transfer runs in the first micro-batch.
-        in_others: whether the transfer runs in all micro-batches between the first and the last.
-        in_last: whether the transfer runs in the last micro-batch.
+        when: micro-batches in which the transfer runs: ``"each"``, only the ``"first"``, or only the ``"last"``.
         is_late: whether the transfer waits for the end of the backward pass.
     """
 
     link_s: float
     device_s: float = 0.0
     host_s: float = 0.0
-    in_first: bool = True
-    in_others: bool = True
-    in_last: bool = True
+    when: str = "each"
     is_late: bool = False
 
 
@@ -124,9 +120,7 @@ def _alone_s(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> f
 
 
 def _takes_place(transfer: Transfer, *, is_first: bool, is_last: bool) -> bool:
-    if is_first or is_last:
-        return (is_first and transfer.in_first) or (is_last and transfer.in_last)
-    return transfer.in_others
+    return transfer.when == "each" or (is_first if transfer.when == "first" else is_last)
 
 
 def _play_micro_batch(

@@ -61,20 +61,18 @@ class UnitTraffic:
         name: name of the unit; empty for the root.
         gather: all-gather of the weights of the unit; empty for ``ddp``.
         reduce: reduction of the gradients of the unit; for ``ddp``, the unit's share of the buckets.
-        gathers_each: whether the unit is all-gathered in the forward pass of each micro-batch, instead of only the
-            first.
+        in_each: whether the unit is all-gathered in the forward pass of each micro-batch, instead of only the first,
+            and its gradients are reduced after each micro-batch, instead of only after the last.
         gathers_again: whether the unit is all-gathered again in each backward pass.
-        reduces_each: whether the gradients are reduced after each micro-batch, instead of only after the last. is_last:
-        whether the reduction waits for the end of the backward pass.
+        is_last: whether the reduction waits for the end of the backward pass.
         num_weights: number of weights. The host handles each weight separately.
     """
 
     name: str
     gather: UnitExchange
     reduce: UnitExchange
-    gathers_each: bool = False
+    in_each: bool = False
     gathers_again: bool = False
-    reduces_each: bool = False
     is_last: bool = False
     num_weights: int = 0
 
@@ -106,9 +104,8 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
                 unit.name,
                 gather,
                 reduce,
-                gathers_each=layout.strategy != "zero1",
+                in_each=layout.strategy != "zero1",
                 gathers_again=frees and not unit.is_root and not unit.is_looked_up,
-                reduces_each=layout.strategy != "zero1",
                 is_last=unit.is_root or unit.ends_late,
                 num_weights=len(unit.weights),
             )
@@ -122,10 +119,9 @@ def exchanges(
     """Return all collectives of one optimizer step, each with the number of its executions."""
     found = []
     for unit in traffic:
-        num_gathers = num_micro_batches if unit.gathers_each else 1
-        num_gathers += num_micro_batches * num_backwards if unit.gathers_again else 0
-        num_reductions = (num_micro_batches if unit.reduces_each else 1) * num_backwards
-        found += [(unit.gather, num_gathers), (unit.reduce, num_reductions)]
+        num_each = num_micro_batches if unit.in_each else 1
+        num_gathers = num_each + (num_micro_batches * num_backwards if unit.gathers_again else 0)
+        found += [(unit.gather, num_gathers), (unit.reduce, num_each * num_backwards)]
     return found
 
 

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 from roomier.core.errors import did_you_mean, nearest
+from roomier.plan.choices import canonical
 from roomier.plan.migrate.answers import Answers
 from roomier.plan.migrate.deepspeed.keys import KNOWN, MARKS, REJECTED, SECTIONS, reason_of
 from roomier.plan.parts import PARTS
@@ -213,11 +214,8 @@ def _answer_zero(answers: Answers, leaves: dict[str, Any]) -> None:
         answers.use(f"{section}.stage", stage, "strategy", strategies[stage])
         if groups is not None:
             answers.ignore(f"{section}.mics_shard_size", groups, _DISABLED)
-    for setting, name, smallest_stage in (
-        ("offload_optimizer", "optimizer_states", 1),
-        ("offload_param", "parameters", 3),
-    ):
-        _answer_offload(answers, leaves, setting, name, stage >= smallest_stage)
+    _answer_offload(answers, leaves, "offload_optimizer", "optimizer_states", stage >= 1)
+    _answer_offload(answers, leaves, "offload_param", "parameters", stage >= 3)
     ratio = leaves.pop(f"{section}.offload_optimizer.ratio", None)
     if ratio is not None and not isinstance(ratio, (int, float)):
         answers.reject(f"{section}.offload_optimizer.ratio", ratio, "must be a number", "Correct it")
@@ -312,8 +310,6 @@ _ABSENT = object()
 _DEFAULTS: dict[str, tuple[str, object]] = {
     # key of the configuration: (argument that determines its value, default of Hugging Face)
     "gradient_accumulation_steps": ("accumulate_grad_batches", _ABSENT),
-    "train_batch_size": ("", _ABSENT),
-    "train_micro_batch_size_per_gpu": ("", _ABSENT),
     "gradient_clipping": ("gradient_clip_val", 1.0),
     "fp16.enabled": ("precision", _ABSENT),
     "bf16.enabled": ("precision", _ABSENT),
@@ -322,11 +318,8 @@ _DEFAULTS: dict[str, tuple[str, object]] = {
     "optimizer.params.betas": ("", [0.9, 0.999]),
     "optimizer.params.eps": ("", 1e-8),
     "optimizer.params.weight_decay": ("", 0.0),
-    "optimizer.params.torch_adam": ("", _ABSENT),
     "scheduler.params.warmup_min_lr": ("", 0.0),
-    "scheduler.params.warmup_max_lr": ("", _ABSENT),
     "scheduler.params.warmup_num_steps": ("", 1),
-    "scheduler.params.total_num_steps": ("", _ABSENT),
 }
 
 
@@ -349,20 +342,22 @@ def without_auto(
             found[name] = without_auto(value, answers, given, f"{key}.")
         elif value != "auto" or reason_of(key) or key.partition(".")[0] in SECTIONS:
             found[name] = value
-        elif key not in _DEFAULTS:
+        elif key not in _DEFAULTS and key not in _DETERMINED:
             answers.reject(
                 key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value"
             )
         elif (own := _setting_of(key, given)) is not None:
             found[name] = own
+        elif key in _DETERMINED:
+            answers.ignore(key, "auto", _DETERMINED[key])
+            if prefix == "scheduler.params.":
+                found[name] = None  # None, so that the defaults of DeepSpeed are not used
         else:
             argument, default = _DEFAULTS[key]
             if argument and given.get(argument) is not None:
                 answers.ignore(key, "auto", f"{argument}={given[argument]!r} determines it")
             elif default is _ABSENT:
-                answers.ignore(key, "auto", f"the argument {argument} determines it" if argument else _DETERMINED[name])
-                if prefix == "scheduler.params.":
-                    found[name] = None  # None, so that the defaults of DeepSpeed are not used
+                answers.ignore(key, "auto", f"the argument {argument} determines it")
             else:
                 found[name] = default
                 answers.notes.append(f"{key}='auto' means {default!r}, the default of Hugging Face")
@@ -386,32 +381,20 @@ _IN_DICT = {
 _DETERMINED = {
     "train_batch_size": "the DataLoader and the number of ranks determine the size",
     "train_micro_batch_size_per_gpu": "the DataLoader determines the size",
-    "warmup_max_lr": "the learning rate of the optimizer determines this rate",
-    "total_num_steps": "the number of steps of the run determines this number",
-    "torch_adam": "the optimizer is always torch's",
+    "optimizer.params.torch_adam": "the optimizer is always torch's",
+    "scheduler.params.warmup_max_lr": "the learning rate of the optimizer determines this rate",
+    "scheduler.params.total_num_steps": "the number of steps of the run determines this number",
 }
+"""Keys of the configuration that no argument determines, with the reason why ``"auto"`` has no effect."""
 
 
-_NAMES = {
-    "adagrad": "adagrad",
-    "lion": "lion",
-    "muon": "muon",
-    "onebitadam": "onebit_adam",
-    "sgd": "sgd",
-    "rmsprop": "rmsprop",
-    "nadam": "nadam",
-    "radam": "radam",
-    "adafactor": "adafactor",
-}
-"""Mapping from DeepSpeed's optimizer types, in lower case, to the roomier optimizers with the same parameters."""
+_NAMES = ("adagrad", "lion", "muon", "onebitadam", "sgd", "rmsprop", "nadam", "radam", "adafactor")
+"""DeepSpeed's optimizer types, in lower case, that are names of roomier optimizers with the same parameters."""
 
 _REJECTED = {
-    "lamb": "roomier has no LAMB",
-    "onebitlamb": "roomier has no LAMB",
+    **dict.fromkeys(("lamb", "onebitlamb"), "roomier has no LAMB"),
     "zerooneadam": "roomier does not have 0/1 Adam; onebit_adam also compresses the communication",
-    "muadam": "roomier does not scale learning rates by width",
-    "muadamw": "roomier does not scale learning rates by width",
-    "musgd": "roomier does not scale learning rates by width",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "roomier does not scale learning rates by width"),
 }
 
 _OWN = "Return the optimizer from configure_optimizers, and remove it from the configuration"
@@ -446,7 +429,7 @@ def answer_optimizer(answers: Answers, section: Any) -> None:
     if kind in ("adam", "adamw"):
         _answer_adam(answers, str(section["type"]), params)
     elif kind in _NAMES:
-        answers.use("optimizer.type", section["type"], "optimizer", _NAMES[kind])
+        answers.use("optimizer.type", section["type"], "optimizer", canonical("optimizer.name", kind))
     elif kind in _REJECTED:
         answers.reject("optimizer.type", section["type"], f"is not supported: {_REJECTED[kind]}", _OWN)
         return

@@ -12,25 +12,22 @@ from roomier.core.errors import PlanError
 from roomier.core.untrusted import read_text
 from roomier.plan.migrate.answers import Answers, setting_of
 from roomier.plan.migrate.deepspeed.config import answers_to_config, is_config
-from roomier.plan.migrate.lightning_strategies import answer_environment
+from roomier.plan.migrate.lightning_strategies import WITHOUT_EFFECT, answer_environment
 from roomier.plan.text import load_json
 
 CLASSES = ("DeepSpeedStrategy", "DeepSpeedPlugin")
 
-_OF_LIGHTNING = {
+_REASONS = {
     "remote_device": "configure_model of the module creates large models part by part",
     "load_full_weights": "fit(weights=...) reads each shard from a full checkpoint",
     "exclude_frozen_parameters": "checkpoints contain all parameters; `roomier export` can write only the adapters",
     "logging_level": "DeepSpeed is not used",
-}
-_LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_OF_ACCELERATE = {
     "zero3_init_flag": "configure_model of the module creates large models part by part",
-    "transformer_moe_cls_names": (
-        "the units are the blocks (repeated layers), or the modules that the method model_blocks() returns"
-    ),
+    "transformer_moe_cls_names": WITHOUT_EFFECT["auto_wrap_policy"],
     "is_train_batch_min": "the DataLoader determines the batch",
 }
+_SCALES = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+"""Settings of the loss scale, with the defaults of Lightning."""
 
 
 def is_object(value: object) -> bool:
@@ -47,12 +44,10 @@ def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -
     if source == "DeepSpeedStrategy":
         config = {"zero_optimization": {"stage": 0}, **config}
     answers = answers_to_config(config, source, num_ranks, given, fills_clipping=True)
-    reasons = _OF_LIGHTNING | _OF_ACCELERATE
-    for name, reason in reasons.items():
+    for name, reason in _REASONS.items():
         if attribute := setting_of(value, name):
             answers.ignore(name, attribute, reason)
-    defaults = dict(zip(_LOSS_SCALE, (0, 16, 1000, 2, 1), strict=True))
-    for name, default in defaults.items():
+    for name, default in _SCALES.items():
         if getattr(value, name, default) != default:
             reason = "torch's GradScaler scales the loss, which does not change the gradient of a step"
             answers.ignore(name, getattr(value, name), reason)
