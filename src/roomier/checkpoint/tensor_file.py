@@ -189,20 +189,21 @@ class SummedFile:
         file: unbuffered file at its beginning.
 
     Attributes:
-        crc32: CRC-32 of the bytes before the position.
+        position: number of bytes that were read or skipped.
+        crc32: CRC-32 of these bytes.
     """
 
     def __init__(self, file: io.RawIOBase) -> None:
         self._file = file
-        self._position = 0
+        self.position = 0
         self.crc32 = 0
 
     def seek(self, position: int) -> None:
         """Skip to ``position``, which must not be before the current position. Raises OSError."""
-        assert position >= self._position, "a file is read from front to end"
-        buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self._position)))
-        while self._position < position:
-            if not self.readinto(buffer[: position - self._position]):
+        assert position >= self.position, "a file is read from front to end"
+        buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self.position)))
+        while self.position < position:
+            if not self.readinto(buffer[: position - self.position]):
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
@@ -211,7 +212,7 @@ class SummedFile:
         """
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
-        self._position += num_read
+        self.position += num_read
         return num_read
 
     def read_rest(self) -> None:
