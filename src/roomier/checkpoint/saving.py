@@ -245,10 +245,8 @@ def _write_file(path: Path, parts: Sequence[TensorBox]) -> StoredFile:
         "format": "pt",
     }
     specs = {part.name: (part.tensor.dtype, tuple(part.tensor.shape)) for part in parts}
-    with TensorFile(path, specs, metadata) as file:
-        for name in file.names:
-            for data in bytes_of(by_name[name].tensor):
-                file.append(data)
+    file = TensorFile(specs, metadata)
+    file.write(path, lambda name: bytes_of(by_name[name].tensor))
     return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,11 +88,12 @@ def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
     by_name = {each.name: each for each in shard}
     tied = {other: each.name for each in shard for other in each.other_names}  # as in safetensors' save_model
     specs = {each.name: (each.dtype, each.shape) for each in shard}
-    with TensorFile(path, specs, {**tied, "format": "pt"}) as file:
-        for name in file.names:
-            for piece in by_name[name].read():
-                for data in bytes_of(piece.to(by_name[name].dtype)):
-                    file.append(data)
+
+    def data_of(name: str) -> Iterator[memoryview]:
+        for piece in by_name[name].read():
+            yield from bytes_of(piece.to(by_name[name].dtype))
+
+    TensorFile(specs, {**tied, "format": "pt"}).write(path, data_of)
 
 
 def write_json(path: Path, content: Any) -> None:
