@@ -26,11 +26,11 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ from roomier.core.sharded import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 README = (
     f"{README_START}\n"
@@ -230,7 +232,7 @@ def write_parts(folder: Path, parts: Sequence[TensorBox], section_of: Mapping[st
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
-    groups = _file_groups(parts, section_of)
+    groups = file_groups(parts, lambda part: part.tensor.nbytes, _FILE_BYTES, lambda part: section_of[part.name])
     return [
         _write_file(folder / f"shard-{rank + 1:05}-model-{index:05}-of-{len(groups):05}{TENSOR_SUFFIX}", group)
         for index, group in enumerate(groups, start=1)
@@ -250,16 +252,18 @@ def _write_file(path: Path, parts: Sequence[TensorBox]) -> StoredFile:
     return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
 
 
-def _file_groups(parts: Sequence[TensorBox], section_of: Mapping[str, Any]) -> list[list[TensorBox]]:
-    """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
-    groups: list[list[TensorBox]] = []
+def file_groups(
+    parts: Sequence[T], num_bytes_of: Callable[[T], int], most_bytes: int, section_of: Callable[[T], Any]
+) -> list[list[T]]:
+    """Group ``parts`` by file. A new file is started for each section, and if a part does not fit into the file."""
+    groups: list[list[T]] = []
     held_bytes, section = 0, object()
     for part in parts:
-        if section_of[part.name] != section or held_bytes + part.tensor.nbytes > _FILE_BYTES:
+        if section_of(part) != section or held_bytes + num_bytes_of(part) > most_bytes:
             groups.append([])
-            held_bytes, section = 0, section_of[part.name]
+            held_bytes, section = 0, section_of(part)
         groups[-1].append(part)
-        held_bytes += part.tensor.nbytes
+        held_bytes += num_bytes_of(part)
     return groups
 
 
