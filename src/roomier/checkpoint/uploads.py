@@ -29,7 +29,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,6 +42,7 @@ from roomier.checkpoint.agree import together
 from roomier.checkpoint.commit import absolute, remove
 from roomier.checkpoint.record import MAX_RECORD_BYTES, RECORD_NAME, read_record
 from roomier.core import torch_private
+from roomier.core.daemon import in_daemon
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -459,16 +459,7 @@ def _check_one(remote: RemotePath, token: str, ranks: Ranks) -> None:
 
 def _within(limit_s: float, remote: RemotePath, request: Callable[[], T]) -> T:
     """Return ``request()``. Raises CheckpointError if it takes longer than ``limit_s`` seconds."""
-    answers: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answers.set_result(request())
-        except BaseException as error:
-            answers.set_exception(error)
-
-    # A daemon, because the request cannot be stopped. The threads of an executor would delay the exit of the process.
-    threading.Thread(target=call, name="roomier-probe", daemon=True).start()
+    answers = in_daemon(request, "roomier-probe")  # because the request cannot be stopped
     try:
         return answers.result(limit_s)
     except TimeoutError as error:
