@@ -387,6 +387,5 @@ def batches_of(loader: Any) -> Iterator[Any]:
 
 
 def _iterate(loader: Any, cycle: int) -> tuple[Iterator[Any], Any]:
-    del cycle
     iterator = iter(loader)
     return iterator, iterator
