@@ -281,8 +281,7 @@ class EagerEngine:
     def settle(self) -> None:
         """Complete pending updates, and free unsharded parameters."""
         self._freed_gradients = False  # an evaluation that follows can run a backward pass, which creates gradients
-        if self._acts:
-            self._updates.settle()
+        self._updates.settle()
         self._parallel.release()
 
     def complete_updates(self) -> None:
