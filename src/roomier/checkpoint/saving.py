@@ -170,8 +170,17 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
                 if prepared.is_of_run:
                     (folder / README_NAME).write_text(README.format(name=target.name), encoding="utf-8")
                 files = tuple(sorted((file for files, _ in written for file in files), key=lambda file: file.name))
-                write_ms = round(1000 * (time.monotonic() - start_s))
-                write_record(folder, _record(prepared, files, number, saved_at_ns, write_ms))
+                record = Record(
+                    format_version=FORMAT_VERSION,
+                    commit_number=number,
+                    roomier_version=importlib.metadata.version("roomier"),
+                    torch_version=str(torch.__version__),
+                    saved_at_ns=saved_at_ns,
+                    files=files,
+                    tree=prepared.json_tree,
+                    write_ms=round(1000 * (time.monotonic() - start_s)),
+                )
+                write_record(folder, record)
             until_committed.close()
 
         together(ranks, commit)
@@ -182,25 +191,8 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
 
 
 def _sections(json_tree: tree.Json) -> dict[str, Any]:
-    sections: dict[str, Any] = {}
-    for path, stored in leaves(tree.join(json_tree), StoredTensor):
-        sections.setdefault(stored.name, path[0])
-    return sections
-
-
-def _record(
-    prepared: Prepared, files: tuple[StoredFile, ...], commit_number: int, saved_at_ns: int, write_ms: int
-) -> Record:
-    return Record(
-        format_version=FORMAT_VERSION,
-        commit_number=commit_number,
-        roomier_version=importlib.metadata.version("roomier"),
-        torch_version=str(torch.__version__),
-        saved_at_ns=saved_at_ns,
-        files=files,
-        tree=prepared.json_tree,
-        write_ms=write_ms,
-    )
+    stored = reversed(list(leaves(tree.join(json_tree), StoredTensor)))  # a tied tensor belongs to its first section
+    return {each.name: path[0] for path, each in stored}
 
 
 def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) -> None:
