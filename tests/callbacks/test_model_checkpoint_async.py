@@ -85,9 +85,9 @@ def test_failed_write_ends_the_fit_at_a_later_save_point(
     class Fails(Callback):
         def on_save_point(self, trainer: Any, pl_module: Any) -> None:
             steps.append(trainer.global_step)
-            thread = trainer.run.saves.background and trainer.run.saves.background._thread
-            if trainer.global_step in (7, 9) and thread:
-                thread.join()
+            save = trainer.run.saves.background and trainer.run.saves.background._save
+            if trainer.global_step in (7, 9) and save:
+                save.exception(30)
             if trainer.global_step == 7:  # the checkpoint of step 4 is complete
                 monkeypatch.setattr(saving.TensorFile, "append", no_space)
 

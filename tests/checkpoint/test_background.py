@@ -86,8 +86,8 @@ def test_an_error_is_raised_by_the_next_call_and_the_old_checkpoint_remains(tmp_
     with monkeypatch.context() as context:
         context.setattr(saving.TensorFile, "append", no_space)
         saver.start(tmp_path / "c", state_of(2))
-        assert saver._thread is not None
-        saver._thread.join()
+        assert saver._save is not None
+        assert saver._save.exception(30) is not None
     with pytest.raises(CheckpointError, match="No space left on device"):
         saver.start(tmp_path / "d", state_of(3))
     assert os.listdir(tmp_path) == ["c"]

@@ -20,7 +20,7 @@ ALLOWED = {
     ("checkpoint/saving.py", "(folder / README_NAME).write_text"): NEW,
     ("checkpoint/snapshots.py", "(aside / name).open"): NEW,
     ("checkpoint/snapshots.py", "(folder / file.name).open"): NEW,
-    ("checkpoint/tensor_file.py", "self._path.open"): "creates a new file (mode x)",
+    ("checkpoint/tensor_file.py", "path.open"): "creates a new file (mode x)",
     ("checkpoint/uploads.py", "shutil.copyfile"): "a file that this process has just committed",
     ("cli/export_verb.py", "torch.load"): "check_regular has checked the file",
     ("cli/plan_verb.py", "path.write_text"): OF_USER,

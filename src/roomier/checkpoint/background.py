@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from roomier.checkpoint.agree import all_ranks, together
 from roomier.checkpoint.commit import absolute
-from roomier.checkpoint.saving import Prepared, TensorBox, prepare, write
+from roomier.checkpoint.saving import TensorBox, prepare, write
 from roomier.core import torch_private
+from roomier.core.daemon import in_daemon
 from roomier.core.device.capability import capabilities_of
 from roomier.core.device.streams import synchronize
 from roomier.core.log import notice
@@ -53,19 +55,18 @@ class BackgroundSaver:
         self._ranks = all_ranks() if ranks is None else ranks
         self._group: dist.ProcessGroup | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._save: Future[None] | None = None
         self.num_started = 0
 
     @property
     def is_busy(self) -> bool:
         """True after :meth:`start` until :meth:`wait` returns True or raises."""
-        return self._thread is not None
+        return self._save is not None
 
     @property
     def num_ended(self) -> int:
         """Number of started saves that have finished on this rank, successfully or with an error."""
-        return self.num_started - int(self._thread is not None and self._thread.is_alive())
+        return self.num_started - int(self._save is not None and not self._save.done())
 
     def start(self, path: str | Path, state: Mapping[str, Any], memory: Path | None = None) -> None:
         """Wait for the previous save, copy ``state``, and start writing the copy to ``path``.
@@ -87,8 +88,7 @@ class BackgroundSaver:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged, memory=memory)
         # The thread is a daemon, because an uncommitted checkpoint is unusable after the process has exited.
-        self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
-        self._thread.start()
+        self._save = in_daemon(partial(write, job, Ranks(self._ranks.world, self._group)), "roomier-checkpoint")
         self.num_started += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -104,13 +104,13 @@ class BackgroundSaver:
         Raises:
             CheckpointError: the save failed on any rank.
         """
-        if self._thread is None:
+        if self._save is None:
             return True
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        try:
+            error = self._save.exception(timeout_s)
+        except TimeoutError:
             return False
-        self._thread = None
-        error, self._error = self._error, None
+        self._save = None
         if error is not None:
             raise error
         return True
@@ -128,17 +128,11 @@ class BackgroundSaver:
 
     def close(self) -> None:
         """Release the host copies and the process group. This method must not be called during a save."""
-        assert self._thread is None or not self._thread.is_alive()
+        assert self._save is None or self._save.done()
         self._buffers.clear()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
-
-    def _write(self, prepared: Prepared) -> None:
-        try:
-            write(prepared, Ranks(self._ranks.world, self._group))
-        except BaseException as error:
-            self._error = error
 
     def _stage(self, parts: list[TensorBox]) -> list[TensorBox]:
         buffers = {part.name: self._buffer(part) for part in parts}

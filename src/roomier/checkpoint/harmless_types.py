@@ -105,14 +105,10 @@ def _path(kind: type[PurePath], *parts: str) -> str:
     return str(kind(*parts))
 
 
-def _number(value: int) -> int:
-    return int(value)
-
-
 def _by_name() -> list[Any]:
     listed: list[tuple[Any, str]] = [(OrderedDict, name) for name in _ATTRIBUTE_DICTS]
     listed += [(_Namespace, "argparse.Namespace"), (_NumpyDtype, "numpy.dtype")]
-    listed += [(_number, name) for name in _STOPPING_REASONS]
+    listed += [(int, name) for name in _STOPPING_REASONS]
     listed += [(_numpy_scalar, f"{module}.scalar") for module in _NUMPY_CORES]
     listed += [(_Config, name) for name in _CONFIGS] + [(_Node, name) for name in _NODES]
     listed += [(_OmegaConfMetadata, name) for name in _FACTS] + [(_Type, name) for name in _TYPES_NAMED_THERE]

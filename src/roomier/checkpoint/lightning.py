@@ -48,7 +48,8 @@ def _parameter(value: Any, place: str) -> None:
 
 _STATE = mapping_of(anything, keys=anything)
 _GROUPS = list_of(fields({"params": list_of(_parameter)}, others=anything))
-_SCALER = {"scale": finite, "growth_factor": finite, "backoff_factor": finite}
+_FACTORS = {"scale": finite, "growth_factor": finite, "backoff_factor": finite}
+FORMS_OF_SCALER: Mapping[str, Form] = {**_FACTORS, "growth_interval": count, "_growth_tracker": count}
 _FORMS: Mapping[str, Form] = {
     HYPERPARAMETERS: optional(_STATE),
     DATA_HYPERPARAMETERS: optional(_STATE),
@@ -58,7 +59,7 @@ _FORMS: Mapping[str, Form] = {
     ),
     "lr_schedulers": list_of(optional(_STATE)),
     "callbacks": _STATE,
-    **dict.fromkeys(SCALERS, optional(fields({**_SCALER, "growth_interval": count, "_growth_tracker": count}))),
+    **dict.fromkeys(SCALERS, optional(fields(FORMS_OF_SCALER))),
 }
 _EPOCHS = fields({"processed": count, "ready": count}, others=anything)
 _BATCHES = fields({"processed": count}, others=anything)

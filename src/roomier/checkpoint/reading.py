@@ -119,11 +119,6 @@ class _BoxRead:
         row_bytes = num_bytes_of(self.piece.dtype, self.piece.shape[1:])
         return self.piece.first + (self.box[0].start * row_bytes if self.box else 0)
 
-    @property
-    def end(self) -> int:
-        row_bytes = num_bytes_of(self.piece.dtype, self.piece.shape[1:])
-        return self.piece.first + (self.box[0].stop * row_bytes if self.box else self.piece.dtype.itemsize)
-
 
 class TensorReader:
     """Reader that fills tensors from the checkpoint ``folder``: first the tensors in ``empty``, then the tensors in
@@ -191,14 +186,13 @@ class TensorReader:
 
     def _read_summed(self, file: StoredFile, reads: Sequence[_BoxRead]) -> list[_BoxRead]:
         """Read a file from front to end and verify its checksum. Return the reads that would have to seek backward."""
-        position, left = 0, []
+        left = []
         with summed(self._folder, file) as opened:
             for read in reads:
-                if read.begin < position:  # this read belongs to a tied tensor, which is stored once
+                if read.begin < opened.position:  # this read belongs to a tied tensor, which is stored once
                     left.append(read)
                     continue
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
-                position = read.end
         return left
 
     def _read(self, name: str, reads: Sequence[_BoxRead]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.lightning import FORMS_OF_SCALER
 from roomier.checkpoint.record import RECORD_NAME, damage, malformed
 from roomier.checkpoint.verbs import peek
 from roomier.core.device.rng import rng_form
@@ -23,7 +24,6 @@ from roomier.core.forms import (
     count,
     either,
     fields,
-    finite,
     flag,
     items,
     list_of,
@@ -64,16 +64,7 @@ def _optimizer(value: Any, place: str) -> None:
             raise FormError(f"a key of {place}.state", name, "the name of a parameter of the optimizer")
 
 
-_SCALER = fields(
-    {
-        "scale": finite,
-        "growth_factor": finite,
-        "backoff_factor": finite,
-        "growth_interval": count,
-        "_growth_tracker": count,
-        "num_skipped": tensor(shape=()),
-    }
-)
+_SKIPPED = {"num_skipped": tensor(shape=())}
 _LOGGED = fields(
     {
         "name": text,
@@ -91,7 +82,7 @@ _METRIC = fields({"state": mapping_of(either(list_of(tensor()), tensor())), "num
 FORMS: Mapping[str, Form] = {
     "module": _STATE,
     "optimizers": list_of(_optimizer),
-    "scaler": optional(either(fields({"num_skipped": tensor(shape=())}), _SCALER)),
+    "scaler": optional(either(fields(_SKIPPED), fields({**FORMS_OF_SCALER, **_SKIPPED}))),
     "schedulers": list_of(fields({"type": text, "state": _STATE})),
     "stale_norm": optional(tensor(shape=())),
     "progress": fields(

@@ -26,11 +26,11 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ from roomier.core.sharded import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 README = (
     f"{README_START}\n"
@@ -168,8 +170,17 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
                 if prepared.is_of_run:
                     (folder / README_NAME).write_text(README.format(name=target.name), encoding="utf-8")
                 files = tuple(sorted((file for files, _ in written for file in files), key=lambda file: file.name))
-                write_ms = round(1000 * (time.monotonic() - start_s))
-                write_record(folder, _record(prepared, files, number, saved_at_ns, write_ms))
+                record = Record(
+                    format_version=FORMAT_VERSION,
+                    commit_number=number,
+                    roomier_version=importlib.metadata.version("roomier"),
+                    torch_version=str(torch.__version__),
+                    saved_at_ns=saved_at_ns,
+                    files=files,
+                    tree=prepared.json_tree,
+                    write_ms=round(1000 * (time.monotonic() - start_s)),
+                )
+                write_record(folder, record)
             until_committed.close()
 
         together(ranks, commit)
@@ -180,25 +191,8 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
 
 
 def _sections(json_tree: tree.Json) -> dict[str, Any]:
-    sections: dict[str, Any] = {}
-    for path, stored in leaves(tree.join(json_tree), StoredTensor):
-        sections.setdefault(stored.name, path[0])
-    return sections
-
-
-def _record(
-    prepared: Prepared, files: tuple[StoredFile, ...], commit_number: int, saved_at_ns: int, write_ms: int
-) -> Record:
-    return Record(
-        format_version=FORMAT_VERSION,
-        commit_number=commit_number,
-        roomier_version=importlib.metadata.version("roomier"),
-        torch_version=str(torch.__version__),
-        saved_at_ns=saved_at_ns,
-        files=files,
-        tree=prepared.json_tree,
-        write_ms=write_ms,
-    )
+    stored = reversed(list(leaves(tree.join(json_tree), StoredTensor)))  # a tied tensor belongs to its first section
+    return {each.name: path[0] for path, each in stored}
 
 
 def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) -> None:
@@ -230,7 +224,7 @@ def write_parts(folder: Path, parts: Sequence[TensorBox], section_of: Mapping[st
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
-    groups = _file_groups(parts, section_of)
+    groups = file_groups(parts, lambda part: part.tensor.nbytes, _FILE_BYTES, lambda part: section_of[part.name])
     return [
         _write_file(folder / f"shard-{rank + 1:05}-model-{index:05}-of-{len(groups):05}{TENSOR_SUFFIX}", group)
         for index, group in enumerate(groups, start=1)
@@ -245,23 +239,23 @@ def _write_file(path: Path, parts: Sequence[TensorBox]) -> StoredFile:
         "format": "pt",
     }
     specs = {part.name: (part.tensor.dtype, tuple(part.tensor.shape)) for part in parts}
-    with TensorFile(path, specs, metadata) as file:
-        for name in file.names:
-            for data in bytes_of(by_name[name].tensor):
-                file.append(data)
+    file = TensorFile(specs, metadata)
+    file.write(path, lambda name: bytes_of(by_name[name].tensor))
     return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
 
 
-def _file_groups(parts: Sequence[TensorBox], section_of: Mapping[str, Any]) -> list[list[TensorBox]]:
-    """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
-    groups: list[list[TensorBox]] = []
+def file_groups(
+    parts: Sequence[T], num_bytes_of: Callable[[T], int], most_bytes: int, section_of: Callable[[T], Any]
+) -> list[list[T]]:
+    """Group ``parts`` by file. A new file is started for each section, and if a part does not fit into the file."""
+    groups: list[list[T]] = []
     held_bytes, section = 0, object()
     for part in parts:
-        if section_of[part.name] != section or held_bytes + part.tensor.nbytes > _FILE_BYTES:
+        if section_of(part) != section or held_bytes + num_bytes_of(part) > most_bytes:
             groups.append([])
-            held_bytes, section = 0, section_of[part.name]
+            held_bytes, section = 0, section_of(part)
         groups[-1].append(part)
-        held_bytes += part.tensor.nbytes
+        held_bytes += num_bytes_of(part)
     return groups
 
 

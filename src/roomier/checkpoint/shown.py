@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -126,27 +126,14 @@ class ShownCheckpoint(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(_SAME.get(name, name), value)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the entry ``name`` or its alias, or ``default``."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
     def pop(self, name: str, *default: Any) -> Any:
         """Remove and return the entry ``name`` or its alias."""
         return super().pop(_SAME.get(name, name), *default)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return the entry ``name`` or its alias, after setting it to ``default`` if it does not exist."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set several entries. The names can be aliases."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+    # These methods call the methods above, unlike those of dict.
+    get = MutableMapping.get  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
 
 
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from roomier.checkpoint.record import README_NAME, StoredFile, read_commit_numbe
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.replacing import OWNER, is_abandoned, new_owner, this_host
+from roomier.core.replacing import abandoned_in, new_owner
 from roomier.core.untrusted import open_regular
 
 INTERRUPTED = "interrupted-step="
@@ -45,7 +44,6 @@ Files: TypeAlias = Mapping[int, tuple[Path, Sequence[str]]]
 """For each rank that writes files of a snapshot, the folder of the snapshot on its node, and the names of the files."""
 
 _LINK = ".run"
-_RUN = re.compile(rf"(?P<run>.+)@{OWNER}")
 
 
 @dataclass(frozen=True)
@@ -151,28 +149,17 @@ def rescue(place: Path, root: Path, ranks: Ranks) -> None:
     """
     is_leader = ranks.world.local_rank == 0
     of_root = _folder_of_root(place, root)
-    folders = _abandoned(of_root) if is_leader else []
+    folders = abandoned_in(of_root, also_own=True) if is_leader else []  # also of earlier fits of this process
     of_ranks = ranks.gather([held for folder in folders for held in _held(folder)])
     for run in sorted({held.run for of_rank in of_ranks for held in of_rank}):
         checkpoints = root / run / "checkpoints"
         chosen = ranks.on_zero(lambda checkpoints=checkpoints, run=run: _choose(checkpoints, run, of_ranks))  # type: ignore[misc]
         if chosen is not None:
             _write(checkpoints, chosen, ranks)
-    others = [each for path in of_root.parent.glob("*") if path != of_root for each in _abandoned(path)]
+    other_roots = {*of_root.parent.glob("*")} - {of_root}
+    others = [each for path in other_roots for each in abandoned_in(path, also_own=True)]
     for folder in (*folders, *filter(_is_replaced, others if is_leader else ())):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _abandoned(folder: Path) -> list[Path]:
-    """Return the folders of runs whose processes have ended, and of earlier runs of this process."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _RUN.fullmatch(path.name)
-        if match is not None:
-            host, pid = match["host"], int(match["pid"])
-            if (host, pid) == (this_host(), os.getpid()) or is_abandoned(path, host, pid):
-                found.append(path)
-    return found
 
 
 def _is_replaced(folder: Path) -> bool:

@@ -14,10 +14,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,11 +70,9 @@ class Header:
 
 
 class TensorFile:
-    """New safetensors file that is written from front to end in a ``with`` block and flushed to the disk at the end of
-    the block.
+    """New safetensors file that is written from front to end.
 
     Args:
-        path: path of the file, which must not exist.
         specs: mapping from the name of each tensor to its dtype and shape.
         metadata: entries of ``__metadata__``.
 
@@ -86,9 +83,7 @@ class TensorFile:
         crc32: CRC-32 of the bytes that were written.
     """
 
-    def __init__(
-        self, path: Path, specs: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-    ) -> None:
+    def __init__(self, specs: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> None:
         self.names = sorted(specs, key=lambda name: -specs[name][0].itemsize)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         end = 0
@@ -102,36 +97,25 @@ class TensorFile:
         self.crc32 = 0
         self._num_written = 0
         self._head = _LENGTH.pack(len(text)) + text
-        self._path = path
 
-    def append(self, data: bytes | memoryview) -> None:
-        """Append bytes of the tensors, in the order of ``names``. Raises OSError."""
+    def write(self, path: Path, data_of: Callable[[str], Iterable[memoryview]]) -> None:
+        """Create the file ``path``, write all tensors and flush them to the disk. ``data_of`` returns the bytes of the
+        tensor with a name, in one or more parts. Raises OSError, also if ``path`` exists."""
+        with path.open("xb", buffering=0) as file:
+            self.append(file, self._head)
+            for name in self.names:
+                for data in data_of(name):
+                    self.append(file, data)
+            assert self._num_written == self.size_bytes, "the number of bytes differs from the number in the header"
+            os.fsync(file.fileno())
+
+    def append(self, file: io.FileIO, data: bytes | memoryview) -> None:
+        """Append ``data`` to ``file``. Raises OSError."""
         view = memoryview(data)
         self.crc32 = zlib.crc32(view, self.crc32)
         self._num_written += len(view)
         while len(view):
-            view = view[self._file.write(view) :]
-
-    def __enter__(self) -> TensorFile:
-        self._file = self._path.open("xb", buffering=0)
-        try:
-            self.append(self._head)
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                assert self._num_written == self.size_bytes, (
-                    "the number of bytes written differs from the number in the header"
-                )
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+            view = view[file.write(view) :]
 
 
 def num_bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -189,20 +173,21 @@ class SummedFile:
         file: unbuffered file at its beginning.
 
     Attributes:
-        crc32: CRC-32 of the bytes before the position.
+        position: number of bytes that were read or skipped.
+        crc32: CRC-32 of these bytes.
     """
 
     def __init__(self, file: io.RawIOBase) -> None:
         self._file = file
-        self._position = 0
+        self.position = 0
         self.crc32 = 0
 
     def seek(self, position: int) -> None:
         """Skip to ``position``, which must not be before the current position. Raises OSError."""
-        assert position >= self._position, "a file is read from front to end"
-        buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self._position)))
-        while self._position < position:
-            if not self.readinto(buffer[: position - self._position]):
+        assert position >= self.position, "a file is read from front to end"
+        buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self.position)))
+        while self.position < position:
+            if not self.readinto(buffer[: position - self.position]):
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
@@ -211,7 +196,7 @@ class SummedFile:
         """
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
-        self._position += num_read
+        self.position += num_read
         return num_read
 
     def read_rest(self) -> None:

@@ -23,13 +23,11 @@ from __future__ import annotations
 import json
 import os
 import queue
-import re
 import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,10 +41,11 @@ from roomier.checkpoint.agree import together
 from roomier.checkpoint.commit import absolute, remove
 from roomier.checkpoint.record import MAX_RECORD_BYTES, RECORD_NAME, read_record
 from roomier.core import torch_private
+from roomier.core.daemon import in_daemon
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.replacing import OWNER, is_abandoned, new_owner
+from roomier.core.replacing import abandoned_in, new_owner
 from roomier.core.untrusted import read_regular
 from roomier.storage.mirror import ENVIRONMENT_VARIABLE, cache_folder, local_of, remote_of
 from roomier.storage.remote_path import RemotePath, path_of
@@ -60,7 +59,6 @@ _GRACE_S = 30.0
 _PATIENT_S = 10.0
 _PROBE_S = 60.0  # the clients repeat requests for much longer if the server does not answer
 _OF_RANK = "shard-{:05}-"
-_LINKS = re.compile(rf".+@{OWNER}")
 
 
 @dataclass
@@ -348,7 +346,8 @@ class Uploads:
 
     def _linked(self, path: Path, target: RemotePath) -> _Upload:
         links = cache_folder() / "uploads" / f"{path.name}@{new_owner()}"
-        _clear_links(links.parent)
+        for old in abandoned_in(links.parent):  # links of processes that were killed, which use disk space
+            shutil.rmtree(old, ignore_errors=True)
         links.mkdir(parents=True)
         own, is_zero = _OF_RANK.format(self._ranks.world.rank + 1), self._ranks.is_zero
         is_file = not path.is_dir()
@@ -459,16 +458,7 @@ def _check_one(remote: RemotePath, token: str, ranks: Ranks) -> None:
 
 def _within(limit_s: float, remote: RemotePath, request: Callable[[], T]) -> T:
     """Return ``request()``. Raises CheckpointError if it takes longer than ``limit_s`` seconds."""
-    answers: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answers.set_result(request())
-        except BaseException as error:
-            answers.set_exception(error)
-
-    # A daemon, because the request cannot be stopped. The threads of an executor would delay the exit of the process.
-    threading.Thread(target=call, name="roomier-probe", daemon=True).start()
+    answers = in_daemon(request, "roomier-probe")  # because the request cannot be stopped
     try:
         return answers.result(limit_s)
     except TimeoutError as error:
@@ -508,12 +498,3 @@ def _link(file: Path, link: Path) -> None:
         os.link(file, link)
     except OSError:  # the file system has no hard links
         shutil.copyfile(file, link)
-
-
-def _clear_links(folder: Path) -> None:
-    """Remove the links of processes that were killed, because they use disk space."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _LINKS.fullmatch(path.name)
-        with suppress(OSError):
-            if match is not None and is_abandoned(path, match["host"], int(match["pid"])):
-                shutil.rmtree(path)

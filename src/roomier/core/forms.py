@@ -127,12 +127,12 @@ def optional(form: Form) -> Form:
     return lambda value, place: None if value is None else form(value, place)
 
 
-def list_of(form: Form, length: int | None = None) -> Form:
-    """Accept a list or tuple of ``length`` items (None: any number) that match ``form``."""
+def list_of(form: Form) -> Form:
+    """Accept a list or tuple whose items match ``form``."""
 
     def check(value: Any, place: str) -> None:
-        if type(value) not in (list, tuple) or length not in (None, len(value)):
-            raise FormError(place, value, "a list" if length is None else f"a list of {length} items")
+        if type(value) not in (list, tuple):
+            raise FormError(place, value, "a list")
         for index, item in enumerate(value):
             form(item, f"{place}[{index}]")
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,23 +104,20 @@ def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[C
         elif renamed in wanted or not any(each.search(renamed) for each in ignored):
             found.append(Conversion((name,), {renamed: stored[name]}, None))
     for target, sources in grouped.items():
-        run = _converter(model, converter_of[sources[0][1]], target, sources)
+        run = partial(_converted, model, converter_of[sources[0][1]], target, sources)
         made = run({name: torch.empty(stored[name], device="meta") for name, _ in sources})
         shapes = {each: tuple(tensor.shape) for each, tensor in made.items()}
         found.append(Conversion(tuple(name for name, _ in sources), shapes, run))
     return found
 
 
-def _converter(
-    model: Any, rule: Any, target: str, sources: list[tuple[str, str]]
-) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(rule)  # a rule stores its inputs, so each call uses a copy
-        for name, pattern in sources:
-            own.add_tensor(target, name, pattern, tensors[name])
-        return _whole(own.convert(target, model=model, config=model.config))
-
-    return run
+def _converted(
+    model: Any, rule: Any, target: str, sources: list[tuple[str, str]], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    own = copy.deepcopy(rule)  # a rule stores its inputs, so each call uses a copy
+    for name, pattern in sources:
+        own.add_tensor(target, name, pattern, tensors[name])
+    return _whole(own.convert(target, model=model, config=model.config))
 
 
 def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:

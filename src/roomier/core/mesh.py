@@ -3,6 +3,7 @@ one replica of the model, and which ranks communicate with each other."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from roomier.core.world import World
@@ -104,8 +105,5 @@ class Mesh:
         return tuple(sorted(ranks))
 
     def _stride_and_size(self, dimension: str) -> tuple[int, int]:
-        place = _DIMENSIONS.index(dimension)
-        stride = 1
-        for inner in _DIMENSIONS[:place]:
-            stride *= getattr(self, inner)
-        return stride, getattr(self, dimension)
+        inner = _DIMENSIONS[: _DIMENSIONS.index(dimension)]
+        return math.prod(getattr(self, each) for each in inner), getattr(self, dimension)

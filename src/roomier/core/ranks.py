@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core import torch_private
+from roomier.core.daemon import in_daemon
 from roomier.core.mesh import INNER, OUTER, Mesh
 from roomier.core.wire import decode, encode
 from roomier.core.world import World
@@ -276,17 +276,7 @@ def wait_unless_lost(wait: Callable[[], None]) -> None:
     """
     if (is_lost := _is_lost) is None:
         return wait()
-    ended: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            wait()
-        except Exception as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=call, name="roomier-wait", daemon=True).start()
+    ended = in_daemon(wait, "roomier-wait")
     while not futures.wait([ended], _POLL_S).done:
         if is_lost.is_set():
             raise dist.DistError("another rank was killed")

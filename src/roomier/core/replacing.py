@@ -26,6 +26,7 @@ _FOREIGN_STALE_AFTER_S = 24 * 3600.0
 OWNER = r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}"
 """Pattern of :func:`new_owner`."""
 _ASIDE = re.compile(rf"\..+@{OWNER}\.aside")
+_OWNED = re.compile(rf".+@{OWNER}")
 
 _cleared: set[Path] = set()
 
@@ -40,11 +41,8 @@ def replacing_path(path: Path) -> Iterator[Path]:
     # Once per process, because a folder can contain many files.
     if path.parent not in _cleared and not _ASIDE.fullmatch(path.parent.name):
         _cleared.add(path.parent)
-        for old in path.parent.iterdir():
-            match = _ASIDE.fullmatch(old.name)
-            with suppress(FileNotFoundError):  # another process clears the same folder
-                if match is not None and is_abandoned(old, match["host"], int(match["pid"])):
-                    shutil.rmtree(old, ignore_errors=True)
+        for old in abandoned_in(path.parent, _ASIDE):
+            shutil.rmtree(old, ignore_errors=True)
     folder = path.with_name(f".{path.name}@{new_owner()}.aside")
     folder.mkdir()
     try:
@@ -80,6 +78,24 @@ def this_host() -> str:
 def new_owner() -> str:
     """Return a unique text that identifies this process, for the name of a temporary file."""
     return f"{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def abandoned_in(folder: Path, pattern: re.Pattern[str] = _OWNED, *, also_own: bool = False) -> list[Path]:
+    """Return the entries of ``folder`` that were created by processes that have exited.
+
+    Args:
+        folder: folder, which may not exist.
+        pattern: pattern of the names of the entries, with the groups of :data:`OWNER`.
+        also_own: True to also return the entries of this process.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := pattern.fullmatch(path.name)) is not None:
+            host, pid = match["host"], int(match["pid"])
+            with suppress(FileNotFoundError):  # another process clears the same folder
+                if (also_own and (host, pid) == (this_host(), os.getpid())) or is_abandoned(path, host, pid):
+                    found.append(path)
+    return found
 
 
 def is_abandoned(path: Path, host: str, pid: int) -> bool:

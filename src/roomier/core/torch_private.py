@@ -385,11 +385,10 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
 
 def forget_unreduced_gradients(unit: Any) -> None:
     """Drop the unsharded gradients that a ``fully_shard`` module retains until they are reduced."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        for each in group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):  # this attribute exists if the parameter was unsharded at least once
-                each._unsharded_param.grad = None
+    for each in _parameters_of(unit):
+        each.unsharded_accumulated_grad = None
+        if hasattr(each, "_unsharded_param"):  # this attribute exists if the parameter was unsharded at least once
+            each._unsharded_param.grad = None
 
 
 def reduce_missing_gradients_as_zeros(unit: Any) -> None:

@@ -124,8 +124,7 @@ def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
     """Reject a generator from which two loaders draw alternately, because a resume cannot repeat these draws."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
-        others = [one for other in loader.flattened[:number] for one in generators_of(other)]
-        others += [one for other in loader.flattened[number + 1 :] for one in generators_of(other)]
+        others = [one for i, other in enumerate(loader.flattened) if i != number for one in generators_of(other)]
         if any(_is_in(one, others) for one in drawn[number]):
             problem = "draws from the same random generator as another loader"
             raise DataError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, Literal, NamedTuple
 
 from roomier.core.errors import DataError
@@ -143,13 +143,8 @@ def num_joined_left(parts: Sequence[JointLoader], mode: str) -> float:
 def _read_min(parts: Sequence[JointLoader]) -> list[Any] | None:
     if any(part.num_left == 0 for part in parts):
         return None
-    batches = []
-    for part in parts:
-        batch = part.read()
-        if batch is END:
-            return None
-        batches.append(batch)
-    return batches
+    batches = list(takewhile(lambda batch: batch is not END, (part.read() for part in parts)))
+    return batches if len(batches) == len(parts) else None
 
 
 def _read_max(parts: Sequence[JointLoader]) -> list[Any] | None:
@@ -387,6 +382,5 @@ def batches_of(loader: Any) -> Iterator[Any]:
 
 
 def _iterate(loader: Any, cycle: int) -> tuple[Iterator[Any], Any]:
-    del cycle
     iterator = iter(loader)
     return iterator, iterator

@@ -94,7 +94,6 @@ class Feed(ABC):
         Raises:
             DataError: the loader differs from the loader of the saved run.
         """
-        del position
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         """Restore the state that later epochs need. The epoch of ``position`` has ended.
@@ -103,12 +102,10 @@ class Feed(ABC):
             position: position in the last epoch of the saved run.
             is_complete: True if all batches of that epoch were read.
         """
-        del position, is_complete
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
         """Return the dataset indices of this rank's samples in the given batches of the current epoch; None if
         unknown."""
-        del first_batch, num_batches
         return None
 
     def position(self, num_batches: int) -> dict[str, Any]:
@@ -119,7 +116,6 @@ class Feed(ABC):
         Args:
             num_batches: number of batches of the current epoch that are done on this rank.
         """
-        del num_batches
         return {}
 
 

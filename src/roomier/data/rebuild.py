@@ -69,13 +69,11 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
 
 def parts_of(loader: object) -> Iterator[object]:
     """Yield ``loader``, its dataset and its samplers, each object once."""
-    seen: list[object] = [loader]
+    parts = [loader]
     if isinstance(loader, DataLoader):
         batching = loader.batch_sampler
-        for part in (loader.dataset, loader.sampler, batching, getattr(batching, "sampler", None)):
-            if part is not None and not any(part is other for other in seen):
-                seen.append(part)
-    yield from seen
+        parts += [loader.dataset, loader.sampler, batching, getattr(batching, "sampler", None)]
+    yield from {id(part): part for part in parts if part is not None}.values()
 
 
 def set_loader_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
@@ -94,12 +92,8 @@ def set_loader_epoch(loader: object, epoch: int, *, training: bool = True) -> No
 
 def generators_of(loader: object) -> list[torch.Generator]:
     """Return the torch generators of ``loader``, its dataset and its samplers, each once."""
-    found: list[torch.Generator] = []
-    for part in parts_of(loader):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found
+    found = (getattr(part, "generator", None) for part in parts_of(loader))
+    return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
 
 def batch_size_of(loader: Any) -> int | None:

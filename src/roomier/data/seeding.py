@@ -68,12 +68,6 @@ class _SeededDataset(Dataset[Any]):
     def __repr__(self) -> str:
         return repr(self._dataset)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
 
 class SampleSeededDataset(_SeededDataset):
     """Dataset in which the random numbers of each sample depend on (seed, epoch, index), but not on the worker or

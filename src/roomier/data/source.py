@@ -139,7 +139,7 @@ class Source:
             if not ranks.is_alone:
                 self._turns = Turns(whole, Reading(name, share_of(whole, ranks.world), ranks, ranks.from_zero(seed)))
         if self._feed.num_batches == 0 and not is_empty:
-            raise self._empty()
+            raise no_batch(name, loader)
         # A run does not terminate workers that the user started before the run.
         self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]
         self._running: _Running | None = None
@@ -339,7 +339,7 @@ class Source:
             self._is_training and self.may_end_apart and not (self._ranks.is_alone and self._ranks.peers.is_alone)
         )
         if running.num_batches == 0 and not is_checked:
-            raise self._empty()
+            raise no_batch(self.name, self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded: nested dicts of numbers, text and tensors.
@@ -408,9 +408,6 @@ class Source:
         """
         self.check(state, epoch=-1)
         self._stored = state
-
-    def _empty(self) -> DataError:
-        return no_batch(self.name, self.loader)
 
 
 def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, str] | None:

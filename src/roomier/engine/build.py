@@ -12,7 +12,6 @@ from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, check_module, facts_of
 from roomier.engine.forward_levers import apply_levers
-from roomier.engine.losses import EqualShares
 from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.offload import filled_parameters, offloaded_shards, updates_of
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
@@ -73,7 +72,7 @@ def build(
     elif not (in_stages or shards_parameters(plan, ranks)):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
     num_shares = plan.parallel.num_peers // plan.parallel.pipeline_parallel_size
-    shares = EqualShares(num_shares) if num_shares > 1 else None  # these peers compute the same loss
+    shares = num_shares if num_shares > 1 else None  # these peers compute the same loss
     levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these ``forward`` methods
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)

@@ -62,7 +62,8 @@ class EagerEngine:
         facts: the network with its blocks, device, precision and ranks.
         optimizers: the optimizers of the network's parameters.
         batch_plan: settings for accumulation and clipping.
-        count_terms: function that returns the number of terms over which a batch's loss is averaged; None for a sum.
+        count_terms: function that returns the number of terms over which a batch's loss is averaged, or the number of
+            ranks that compute a sum over the same samples; None for one such rank.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's ``forward`` methods, such as recomputation.
         updates: object that determines when the optimizers step: during the backward pass or after it.
@@ -280,8 +281,7 @@ class EagerEngine:
     def settle(self) -> None:
         """Complete pending updates, and free unsharded parameters."""
         self._freed_gradients = False  # an evaluation that follows can run a backward pass, which creates gradients
-        if self._acts:
-            self._updates.settle()
+        self._updates.settle()
         self._parallel.release()
 
     def complete_updates(self) -> None:

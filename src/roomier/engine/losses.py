@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,22 +13,9 @@ from roomier.core.errors import TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import nodes_of
 
-CountTerms = Callable[[Any], int | Tensor]
-
-
-@dataclass(frozen=True)
-class EqualShares:
-    """Replacement for a function that counts terms, used if losses are summed over the samples.
-
-    Args:
-        num_shares: number of ranks that compute the loss of the same samples, each of which contributes an equal share.
-    """
-
-    num_shares: int
-
-    def __call__(self, batch: Any) -> int:
-        """Return 1, because all micro-batches have the same weight."""
-        return 1
+# A function that counts the loss terms of a micro-batch or, if losses are summed over the samples, the number of ranks
+# that compute the loss of the same samples, each of which contributes an equal share.
+CountTerms = Callable[[Any], int | Tensor] | int
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -78,15 +64,16 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     Peers count the same terms, so the weights of those in the last stage add up to the weight of their samples.
 
     Args:
-        count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
+        count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor, or
+            the number of ranks that compute the same loss.
         batches: micro-batches of this rank.
         ranks: ranks whose micro-batches form the global batch.
 
     Raises:
         TrainingError: a count is not a number, or no micro-batch has a loss term.
     """
-    if isinstance(count_terms, EqualShares):
-        return (1 / count_terms.num_shares,) * len(batches)
+    if isinstance(count_terms, int):
+        return (1 / count_terms,) * len(batches)
     counts: list[Any] = [count_terms(batch) for batch in batches]
     # A number of the host can be compared with zero without synchronizing the device.
     counts = [count.item() if isinstance(count, Tensor) and count.is_cpu else count for count in counts]

@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from roomier.core.errors import TrainingError
+from roomier.core.sharded import local_part
 from roomier.core.tree import batch_size_of
 from roomier.run.run import Run
 
@@ -105,9 +106,7 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
     for name, parameter in run.engine.module.named_parameters():
         if not (parameter.requires_grad and parameter.is_floating_point()):
             continue
-        own = parameter.detach()
-        to_local = getattr(own, "to_local", None)  # exists if the parameter is sharded
-        own = own if to_local is None else to_local()
+        own = local_part(parameter.detach())
         if own.numel() and not own.is_meta:  # else another stage of a pipeline has the values
             extremes = torch.stack(own.aminmax())  # isfinite() would allocate a second tensor
             if not bool(extremes.isfinite().all()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ class Progress:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the counters that :meth:`state` returned."""
-        for each in fields(self):
-            setattr(self, each.name, state[each.name])
+        vars(self).update(state)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ def export_adapter_of(
     }
     patterns = [each for each in adapter.lora_trained.split(",") if each]
     owners = {key.rpartition(".")[0] for key in stored.specs if key.startswith(prefix)}
-    parents = {name[:end] for name in owners for end in _ends_of_parts(name)}
+    parents = {parent for name in owners for parent in accumulate(name.split("."), "{}.{}".format)}
     meant = sorted(name for name in parents if any(matches(name, pattern) for pattern in patterns))
     trained = [name for name in meant if not any(name.startswith(f"{outer}.") for outer in meant)]
     inside = tuple(f"{name}." for name in trained)
@@ -112,10 +113,6 @@ def _as_in_peft(a: Tensor, b: Tensor, *, is_in_out: bool) -> tuple[Tensor, Tenso
     """Return ``a`` and ``b`` with the shapes (rank, in) and (out, rank), as the peft package stores them."""
     a, b = a.detach().cpu(), b.detach().cpu()
     return (a.T, b.T) if is_in_out else (a, b)
-
-
-def _ends_of_parts(name: str) -> list[int]:
-    return [index for index, letter in enumerate(name) if letter == "."] + [len(name)]
 
 
 def _write(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from roomier.api.module import Module
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
-from roomier.core.torch_private import iter_leaves, map_leaves
+from roomier.core.torch_private import iter_tensors, map_leaves
 from roomier.core.tree import to_device
 from roomier.techniques.adapters.layers import Adapted
 from roomier.techniques.adapters.lora import merge_lora
@@ -39,12 +39,12 @@ class Example:
 
     def call(self, model: Callable[..., Any]) -> Any:
         """Call ``model`` and return its output. Tensors are copied, because a model may modify its inputs."""
-        args, kwargs = map_leaves(_copied, (self.args, self.kwargs))
-        return model(*args, **kwargs)
+        copied = self.mapped(Tensor.clone)
+        return model(*copied.args, **copied.kwargs)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the arguments, in order."""
-        return [each for each in iter_leaves((self.args, self.kwargs)) if isinstance(each, Tensor)]
+        return list(iter_tensors((self.args, self.kwargs)))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Example:
         """Return a copy in which each tensor is replaced by ``change(tensor)``."""
@@ -125,10 +125,6 @@ def _check_call(model: nn.Module, example: Example, field: str) -> None:
         raise RoomierError(field, f"{', '.join(shown)}{names}", problem, action) from error
 
 
-def _copied(each: Any) -> Any:
-    return each.clone() if isinstance(each, Tensor) else each
-
-
 def _other_values(tensor: Tensor) -> Tensor:
     # Token ids must stay in range, so integers are only moved to other positions. Branches that depend on values most
     # often test the sign, so the signs are changed.
@@ -189,7 +185,7 @@ def check_same(
     worst, sizes = 0.0, []
     for number, each in enumerate((example, *others)):
         try:
-            expected = tensors_in(each.call(model))
+            expected = list(iter_tensors(each.call(model)))
         except (RuntimeError, ValueError, IndexError):
             if number:  # the model does not accept these values or this batch size
                 continue
@@ -207,11 +203,6 @@ def check_same(
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)
     return Compared(worst, tuple(sizes))
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors in the output of a model, in order."""
-    return [each for each in iter_leaves(output) if isinstance(each, Tensor)]
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.checkpoint.commit import absolute, committed_folder
 from roomier.checkpoint.export.merged import MergedTensors
+from roomier.checkpoint.saving import file_groups
 from roomier.checkpoint.tensor_file import TensorFile, bytes_of, num_bytes_of
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
@@ -63,14 +64,7 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], max_shard_bytes: int
     Raises:
         OSError: a file cannot be written.
     """
-    shards: list[list[ToWrite]] = [[]]
-    held_bytes = 0
-    for each in tensors:
-        if shards[-1] and held_bytes + each.num_bytes > max_shard_bytes:
-            shards.append([])
-            held_bytes = 0
-        shards[-1].append(each)
-        held_bytes += each.num_bytes
+    shards = file_groups(tensors, lambda each: each.num_bytes, max_shard_bytes, lambda _: None)
     num_files = len(shards)
     files = tuple(f"model-{index:05}-of-{num_files:05}.safetensors" for index in range(1, num_files + 1))
     files = files if num_files > 1 else ("model.safetensors",)
@@ -88,11 +82,12 @@ def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
     by_name = {each.name: each for each in shard}
     tied = {other: each.name for each in shard for other in each.other_names}  # as in safetensors' save_model
     specs = {each.name: (each.dtype, each.shape) for each in shard}
-    with TensorFile(path, specs, {**tied, "format": "pt"}) as file:
-        for name in file.names:
-            for piece in by_name[name].read():
-                for data in bytes_of(piece.to(by_name[name].dtype)):
-                    file.append(data)
+
+    def data_of(name: str) -> Iterator[memoryview]:
+        for piece in by_name[name].read():
+            yield from bytes_of(piece.to(by_name[name].dtype))
+
+    TensorFile(specs, {**tied, "format": "pt"}).write(path, data_of)
 
 
 def write_json(path: Path, content: Any) -> None:

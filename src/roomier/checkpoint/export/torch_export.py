@@ -17,11 +17,11 @@ from roomier.checkpoint.export.compared import (
     example_of,
     quietly,
     ready_for_export,
-    tensors_in,
 )
 from roomier.checkpoint.export.output_file import for_torch, replacing_file
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.core.torch_private import iter_tensors
 
 _ANY_SIZE = "Use x.shape[0] or -1 instead of numbers, or export for this size only with dynamic_shapes={}"
 _ACTIONS = {
@@ -63,7 +63,7 @@ def export_torch(
             with for_torch(target) as file:
                 torch.export.save(program, file)
             again = torch.export.load(target).module()
-        call, is_fixed = (lambda each: tensors_in(each.call(again))), dynamic_shapes is not None
+        call, is_fixed = (lambda each: list(iter_tensors(each.call(again)))), dynamic_shapes is not None
         done = check_same(plain, call, example, "torch-export", max_difference, fixed_shapes=is_fixed)
     notice(f"{output}: {done}")
     return done

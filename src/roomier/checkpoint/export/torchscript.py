@@ -20,11 +20,11 @@ from roomier.checkpoint.export.compared import (
     example_of,
     quietly,
     ready_for_export,
-    tensors_in,
 )
 from roomier.checkpoint.export.output_file import for_torch, replacing_file
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
+from roomier.core.torch_private import iter_tensors
 
 _METHODS = ("script", "trace")
 
@@ -66,7 +66,7 @@ def export_torchscript(
             except Exception as error:
                 raise _refused(plain, method, error) from error
         if example is not None:
-            call, branches = (lambda each: tensors_in(each.call(made))), _branches(caught)
+            call, branches = (lambda each: list(iter_tensors(each.call(made)))), _branches(caught)
             check_same(plain, call, example, "torchscript", max_difference, hints=branches)
             for each in branches:
                 notice(f"to torchscript: {each}. The outputs for other values are equal")

@@ -48,12 +48,12 @@ class Capabilities:
         dtypes: the dtypes among bfloat16, float16 and float64 in which the device can run computations.
     """
 
-    has_streams: bool
-    has_pinned_memory: bool
-    has_memory_statistics: bool
-    has_memory_info: bool
-    fused_optimizers: frozenset[str]
-    dtypes: frozenset[torch.dtype]
+    has_streams: bool = False
+    has_pinned_memory: bool = False
+    has_memory_statistics: bool = False
+    has_memory_info: bool = False
+    fused_optimizers: frozenset[str] = frozenset()
+    dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
     def copies_asynchronously(self) -> bool:
@@ -66,21 +66,13 @@ def capabilities_of(device: torch.device) -> Capabilities:
     return _ON_CPU if device.type == "cpu" else _tried(device.type)
 
 
-_NONE = Capabilities(False, False, False, False, frozenset(), frozenset())
-_ON_CPU = Capabilities(
-    has_streams=False,
-    has_pinned_memory=False,
-    has_memory_statistics=False,
-    has_memory_info=False,
-    fused_optimizers=frozenset(_FUSED),
-    dtypes=frozenset(_DTYPES_OF_MODES.values()),
-)
+_ON_CPU = Capabilities(fused_optimizers=frozenset(_FUSED), dtypes=frozenset(_DTYPES_OF_MODES.values()))
 
 
 @cache
 def _tried(device_type: str) -> Capabilities:
     if not is_known_to_torch(device_type):
-        return _NONE  # for example, the meta device
+        return Capabilities()  # for example, the meta device
     device = torch.device(device_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a driver can warn about a feature that it emulates

@@ -72,25 +72,15 @@ def _keep_contents(value: Any, undo: list[Undo]) -> None:
             is_counted = torch.is_grad_enabled() and not value.is_inference()  # inference mode does not count writes
             version = torch_private.version_of(value) if is_counted else None
             undo.append(partial(_copy_back, value, value.detach().clone(), version))
-    elif isinstance(value, (list, deque)):
-        items = list(value)
-
-        def refill() -> None:
-            value.clear()
-            value.extend(items)
-
-        undo.append(refill)
-        for each in items:
-            _keep_contents(each, undo)
-    elif isinstance(value, (dict, set)):
-        content = value.copy()
+    elif isinstance(value, (list, deque, dict, set)):
+        content, fill = value.copy(), value.extend if isinstance(value, (list, deque)) else value.update
 
         def restore() -> None:
             value.clear()
-            value.update(content)
+            fill(content)
 
         undo.append(restore)
-        for each in content.values() if isinstance(content, dict) else ():
+        for each in content.values() if isinstance(content, dict) else content:
             _keep_contents(each, undo)
 
 

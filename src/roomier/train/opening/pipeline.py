@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,8 +17,7 @@ from roomier.run.settled import Settled
 from roomier.techniques.pipeline.pipeline import Pipeline
 from roomier.techniques.pipeline.trace import Trace
 from roomier.train.settling.checks import check_supports_stages
-from roomier.train.settling.planned import alone
-from roomier.train.step import transfer_to
+from roomier.train.settling.planned import alone, on_host
 
 _PIPELINE = "_roomier_pipeline"
 
@@ -50,12 +48,9 @@ class StepTraces:
         trained = tuple(each.requires_grad for each in self._module.parameters())  # a callback can unfreeze parameters
         key = (name, torch.is_grad_enabled(), trained, *map(_kind, leaves(batch)))
         if key not in self._traces:
-            self._traces[key] = self._trace(name, batch)
+            with alone(self._module):
+                self._traces[key] = trace_of_step(self._module, name, batch, self._plan, self._blocks)
         return self._traces[key]
-
-    def _trace(self, name: str, batch: Any) -> Trace:
-        with alone(self._module):
-            return trace_of_step(self._module, name, batch, self._plan, self._blocks)
 
 
 def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | None:
@@ -80,10 +75,7 @@ def pipeline_of(settled: Settled, module: Module, facts: Facts) -> Pipeline | No
 def _find(settled: Settled, module: Module, facts: Facts) -> Pipeline:
     batch = settled.data.first_batch()
     with alone(module):
-        transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
-        if transfer is not None:
-            batch = transfer(copy.deepcopy(batch))
-        return find_stages(module, facts.blocks, batch, settled.plan)
+        return find_stages(module, facts.blocks, on_host(settled, module, batch), settled.plan)
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -34,7 +34,7 @@ from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Settled
 from roomier.train.settling.checks import check_hooks_need_no_gradients
 from roomier.train.settling.context import peers_check
-from roomier.train.settling.job import keeps_micro_batch, with_global_batch
+from roomier.train.settling.job import keeps_micro_batch, with_accumulation, with_global_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # the import loads torch's sharding, which one rank with an explicit strategy does not need
@@ -116,8 +116,7 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
         if fitting != given:
             data.set_batch_size(fitting)
     accumulate = accumulate * asked.parallel.num_data_ranks // chosen.plan.parallel.num_data_ranks
-    batch = dataclasses.replace(chosen.plan.batch, accumulate_grad_batches=accumulate)
-    return dataclasses.replace(chosen.plan, batch=batch)
+    return with_accumulation(chosen.plan, accumulate)
 
 
 def _choose(settled: Settled) -> Choice | None:
