@@ -35,16 +35,14 @@ def check_template(template: str) -> str:
         raise RoomierError("filename", template, "must be the name of a folder", action)
     try:
         fields = list(Formatter().parse(template))
-        if any("/" in literal for literal, *_ in fields):
-            raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
-        if any(field == "" or conversion for _, field, _, conversion in fields):
-            raise RoomierError("filename", template, "must contain a name in each pair of braces", action)
         metrics = {field: 0.5 for _, field, _, _ in fields if field}
         format_name(template, {**metrics, "epoch": 0, "step": 0})
-    except RoomierError:
-        raise
     except ValueError as error:
         raise RoomierError("filename", template, f"is not a valid template ({error})", action) from error
+    if any("/" in literal for literal, *_ in fields):
+        raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
+    if any(field == "" or conversion for _, field, _, conversion in fields):
+        raise RoomierError("filename", template, "must contain a name in each pair of braces", action)
     return template
 
 
