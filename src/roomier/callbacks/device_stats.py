@@ -70,8 +70,7 @@ class DeviceStatsMonitor(Callback):
 
     def _log(self, trainer: TrainerView, moment: str) -> None:
         device = trainer.engine.device
-        stats: dict[str, float] = {}
-        stats.update(memory.statistics(device))
+        stats: dict[str, float] = dict(memory.statistics(device))
         if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
             stats.update(cpu_stats())
         if stats:

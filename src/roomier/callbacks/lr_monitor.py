@@ -68,7 +68,6 @@ class LearningRateMonitor(Callback):
         self._step_rates: dict[str, float] = {}
         self._read_at_step = 0
         self._logged: tuple[int, dict[str, float]] = (-1, {})  # the last step with a row, and the values of this row
-        self._log_every_n_steps = 1
         self._epoch_rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -76,7 +75,7 @@ class LearningRateMonitor(Callback):
             raise RoomierError(
                 "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
             )
-        self._log_every_n_steps, self._logged = trainer.log_every_n_steps, (-1, {})
+        self._logged = (-1, {})
         names = [f"{name}{suffix}" for _, name, _, suffixes in _named_optimizers(trainer) for suffix in suffixes]
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
@@ -90,7 +89,7 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # Schedulers step before on_train_batch_end, so the learning rate of the current step is read in this hook.
         step = run_of(trainer, "lrs").log_step
-        if (step + 1) % self._log_every_n_steps == 0:
+        if (step + 1) % trainer.log_every_n_steps == 0:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:

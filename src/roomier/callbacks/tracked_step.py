@@ -46,10 +46,7 @@ def usual_step_of(trainer: TrainerView) -> int:
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
     """Return the TrackedStep for step number ``step`` of the run. All calls with the same number return one object."""
-    steps = _shared.setdefault(trainer.engine, {})
-    if step not in steps:
-        steps[step] = TrackedStep(step)
-    return steps[step]
+    return _shared.setdefault(trainer.engine, {}).setdefault(step, TrackedStep(step))
 
 
 class TrackedStep:
