@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.monitored import RequiresLogger
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.run.run import run_of
@@ -18,7 +18,7 @@ from roomier.run.run import run_of
 _INTERVALS = (None, "step", "epoch")
 
 
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(RequiresLogger):
     """Callback that logs the learning rate that each optimizer uses in the logged step or epoch.
 
     The metric names are the same as in Lightning:
@@ -71,10 +71,6 @@ class LearningRateMonitor(Callback):
         self._epoch_rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        if not trainer.loggers:
-            raise RoomierError(
-                "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
-            )
         self._logged = (-1, {})
         names = [f"{name}{suffix}" for _, name, _, suffixes in _named_optimizers(trainer) for suffix in suffixes]
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
