@@ -69,6 +69,7 @@ class TrainerView(Protocol):
         log_every_n_steps: number of optimizer steps between consecutive rows of the log.
         run: the last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`.
         fitted: the run of the last fit; None before the first fit.
+        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         shapes: a copy without values of the module of the last fit, created before the module was built. None if the
             copy is not needed or cannot be created.
         choice: the plans that the planner compared for the last fit; None if the user specified the plan.
@@ -90,10 +91,12 @@ class TrainerView(Protocol):
     @property
     def global_step(self) -> int:
         """Number of completed optimizer steps."""
+        return int((self.run.progress if self.run else self.copied_progress).global_step)
 
     @property
     def current_epoch(self) -> int:
         """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
+        return int(self.run.current_epoch if self.run else self.copied_progress.epoch)
 
     @property
     def num_steps_in_all(self) -> float:
@@ -295,6 +298,7 @@ class TrainerView(Protocol):
 
     run: Any
     fitted: Any
+    copied_progress: Any
 
     @property
     def engine(self) -> Engine:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -85,10 +84,6 @@ _INSTEAD = {
     "tuner": "Use Trainer(auto_lr_find=True)",
 }
 """Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
-
-
-def _not_known() -> float:
-    return math.inf
 
 
 class TrainerAttributes(TrainerView):
@@ -192,8 +187,8 @@ class TrainerAttributes(TrainerView):
         self._module: Module | None = None
         self.datamodule: Any = None
         self.manual_optimizers: list[ManualOptimizer] = []
-        self.estimate_steps: Callable[[], float] = _not_known
-        self.count_training_batches: Callable[[], float] = _not_known
+        self.estimate_steps: Callable[[], float] = partial(float, math.inf)
+        self.count_training_batches: Callable[[], float] = partial(float, math.inf)
         self.loaders_of_calls: dict[str, RunLoaders] = {}
         self.num_batches_of: dict[str, list[float]] = {}
         self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
@@ -325,21 +320,11 @@ class TrainerAttributes(TrainerView):
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the ``optimizer`` argument names."""
         self.requested_plan, self.plan = (
-            dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
+            replace(plan, optimizer=replace(plan.optimizer, lr=learning_rate))
             for plan in (self.requested_plan, self.plan)
         )
 
     # State of the last call ----------------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """Number of completed optimizer steps."""
-        return (self.run.progress if self.run else self.copied_progress).global_step
-
-    @property
-    def current_epoch(self) -> int:
-        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
-        return self.run.current_epoch if self.run else self.copied_progress.epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:
