@@ -20,7 +20,7 @@ from roomier.core.device.resolve import resolve_device
 from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
 from roomier.core.log import notice
-from roomier.core.tree import map_tensors
+from roomier.core.tree import leaves, map_tensors
 from roomier.engine.prepared import ModelEngine, build_prepared
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
@@ -37,7 +37,7 @@ from roomier.prepared.settings import (
     project_of,
     remove_oldest,
 )
-from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors, padded, part_of_rank, reduced
+from roomier.prepared.tensors import gathered, gathered_objects, padded, part_of_rank, reduced
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.techniques.precision.policy import precision_of, set_matmul_precision
 
@@ -717,7 +717,7 @@ class Accelerator:
         """
         if self.ranks.is_alone:
             return computed(input_data)
-        gathers_tensors = holds_only_tensors(input_data) and not use_gather_object
+        gathers_tensors = not use_gather_object and all(isinstance(each, Tensor) for each in leaves(input_data))
         data = self.gather(input_data) if gathers_tensors else gathered_objects(input_data, self.ranks)
         loader = self._accumulation.loaders[-1] if self._accumulation.loaders else None
         if loader is None or not loader.end_of_dataloader:

@@ -48,15 +48,6 @@ def gathered_objects(data: Any, ranks: Ranks) -> Any:
     return list(chain.from_iterable(ranks.gather(data, allows_pickle=True)))
 
 
-def holds_only_tensors(data: Any) -> bool:
-    """Return whether all leaves of ``data`` are tensors."""
-    if isinstance(data, Mapping):
-        return all(map(holds_only_tensors, data.values()))
-    if isinstance(data, (list, tuple)):
-        return all(map(holds_only_tensors, data))
-    return isinstance(data, Tensor)
-
-
 def reduced(data: Any, reduction: str, ranks: Ranks) -> Any:
     """Return ``data`` with each tensor reduced over the ranks.
 
