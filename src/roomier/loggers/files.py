@@ -155,12 +155,10 @@ class FileLogger(FolderLogger):
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         """Write ``hparams.json`` next to the rows. See :func:`write_hyperparams`."""
-        assert self._folder is not None, "start() must run first"
-        write_hyperparams(self._folder, params, self._resumed_step)
+        write_hyperparams(self._path.parent, params, self._resumed_step)
 
     def _visuals(self) -> Visuals:
-        assert self._folder is not None, "start() must run first"
-        return FileVisuals(self._folder)
+        return FileVisuals(self._path.parent)
 
     @property
     def _path(self) -> Path:
