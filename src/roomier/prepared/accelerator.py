@@ -620,16 +620,14 @@ class Accelerator:
             problem = "is not supported, because checkpoints contain no pickles"
             raise RoomierError("safe_serialization", False, problem, "Remove it")
         project = self.project_configuration
-        if not project.automatic_checkpoint_naming:
-            folder = _folder("output_dir", output_dir)
-            save_loop(folder, self._engines, self._states(), self.ranks)
-            return str(folder)
-        folder = next_checkpoint(project, self.ranks)
-        if output_dir is not None:
+        is_automatic = project.automatic_checkpoint_naming
+        folder = next_checkpoint(project, self.ranks) if is_automatic else _folder("output_dir", output_dir)
+        if is_automatic and output_dir is not None:
             notice(f"save_state: checkpoints are named automatically, so {folder} is written instead of {output_dir}")
         save_loop(folder, self._engines, self._states(), self.ranks)
-        remove_oldest(project, folder, self.ranks)
-        project.iteration += 1
+        if is_automatic:
+            remove_oldest(project, folder, self.ranks)
+            project.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
