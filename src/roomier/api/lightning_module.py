@@ -81,14 +81,10 @@ class LightningAdapter(WrappedModule):
     strict_loading = _OfUser()
     example_input_array = _OfUser()
 
-    @property
+    @property  # type: ignore[misc]  # without a setter, like Lightning's property
     def hparams(self) -> HyperParameters:
         """Hyperparameters of the LightningModule."""
         return HyperParameters(hparams_of(self.network))
-
-    @hparams.setter
-    def hparams(self, values: Any) -> None:
-        self._user.hparams = values  # raises an AttributeError, because Lightning's property has no setter
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
