@@ -89,10 +89,6 @@ _NODES = (
 )
 
 
-NODE_RANKS = frozenset(each[1] for each in _NODES)
-"""Names of the environment variables with the rank of a node."""
-
-
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
     """Return the node that ``environ`` describes; None if no launcher started a process on each node.
 

@@ -128,7 +128,7 @@ class Children:
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(each.poll() is None for each in self._processes.values()):
             if self._failed is not None:
-                seconds, until = 0.0, min(until, time.monotonic() + _GRACE_S)
+                until = min(until, time.monotonic() + _GRACE_S)
             time.sleep(0.02)
 
     def _kill(self) -> None:

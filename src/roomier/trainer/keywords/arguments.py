@@ -21,7 +21,7 @@ from roomier.core.device.resolve import accelerator_type
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.launch import Launch, present_launch
-from roomier.launch.environment import NODE_RANKS, node_of
+from roomier.launch.environment import node_of
 from roomier.launch.job import job_names
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import canonical
@@ -268,12 +268,15 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
     is_default = flags["strategy"] is None
     if flags["num_nodes"] == "auto" and launch is None:
-        node = None if NODE_RANKS.isdisjoint(os.environ) else node_of(os.environ)
+        node = node_of(os.environ)
         flags["num_nodes"] = 1 if node is None or node.size is None else node.size
     if is_default and launch is not None and launch.world.size > 1:
         flags["strategy"] = "ddp"
     elif flags["strategy"] == "auto":
-        notice(_AUTO)
+        notice(
+            "strategy='auto' selects the fastest plan that fits, for the ranks of this run. For Lightning's meaning of "
+            "'auto' (ddp for several ranks), omit strategy"
+        )
     is_single = flags["num_nodes"] in (1, "auto") if is_default else _is_single(flags["strategy"])
     if launch is not None and launch.world.size > 1 and is_single and not is_default:
         problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
@@ -308,12 +311,6 @@ def num_ranks_of(given: Mapping[str, Any], *, alone_by_default: bool = False) ->
         devices = int(devices) if devices.isdecimal() else all_devices
     nodes = given.get("num_nodes", "auto")
     return devices * (nodes if isinstance(nodes, int) else 1) if isinstance(devices, int) else 1
-
-
-_AUTO = (
-    "strategy='auto' selects the fastest plan that fits, for the ranks of this run. For Lightning's meaning of 'auto' "
-    "(ddp for several ranks), omit strategy"
-)
 
 
 def _report_unused_devices(accelerator: object) -> None:
