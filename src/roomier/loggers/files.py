@@ -47,7 +47,7 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
     learning rate comes from the checkpoint. If the new values differ, they are written to ``hparams-from-step=N.json``,
     and a notice is printed.
     """
-    text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
+    text = json.dumps(with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
     if resumed_step is not None and path.exists():
         if _contains(path, text):
@@ -69,14 +69,14 @@ def _contains(path: Path, text: str) -> bool:
     return False
 
 
-def _with_names(value: Any) -> Any:
+def with_names(value: Any) -> Any:
     """Return ``value`` with dict keys that JSON cannot represent converted to strings."""
     if isinstance(value, dict):
         return {
-            key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)
+            key if key is None or isinstance(key, (str, int, float)) else str(key): with_names(item)
             for key, item in value.items()
         }
-    return [_with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _NOT_IN_A_PATH = re.compile(r"[^\w.= -]")
