@@ -222,11 +222,8 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self.save_on_exception = save_on_exception
         self.format = format
-        self._interval_s = (
-            None
-            if train_time_interval is None
-            else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval, may_be_zero=True)
-        )
+        field, given_s = "ModelCheckpoint(train_time_interval)", train_time_interval
+        self._interval_s = None if given_s is None else parse_duration_s(field, given_s, may_be_zero=True)
         self._keep = Retention(save_top_k, mode == "min", monitor is not None, bool(save_last))
         check_arguments(self)
         self._ledger = Ledger()

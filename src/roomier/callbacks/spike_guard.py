@@ -105,11 +105,11 @@ class SpikeGuard(Callback):
             raise _wrong("monitor", monitor, "must be 'loss', 'grad_norm', or both", "Use one or both of these names")
         self.action, self.factor, self.window, self.warmup = action, factor, window, warmup
         self.max_skips, self.monitor = max_skips, names
-        self._is_rolling_back = False
-        self._undo: _Undo | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._is_rolling_back = False
+        self._undo: _Undo | None = None
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
@@ -159,7 +159,6 @@ class SpikeGuard(Callback):
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._reset()
-            self._is_rolling_back, self._undo = False, None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
