@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ from roomier.prepared.settings import (
     project_of,
     remove_oldest,
 )
-from roomier.prepared.tensors import gathered, gathered_objects, padded, part_of_rank, reduced
+from roomier.prepared.tensors import gathered, padded, part_of_rank, reduced
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.techniques.precision.policy import precision_of, set_matmul_precision
 
@@ -716,7 +717,10 @@ class Accelerator:
         if self.ranks.is_alone:
             return computed(input_data)
         gathers_tensors = not use_gather_object and all(isinstance(each, Tensor) for each in leaves(input_data))
-        data = self.gather(input_data) if gathers_tensors else gathered_objects(input_data, self.ranks)
+        if gathers_tensors:
+            data = self.gather(input_data)
+        else:
+            data = list(chain.from_iterable(self.ranks.gather(input_data, allows_pickle=True)))
         loader = self._accumulation.loaders[-1] if self._accumulation.loaders else None
         if loader is None or not loader.end_of_dataloader:
             return data
