@@ -122,12 +122,9 @@ class TrainerAttributes(TrainerView):
         request: the last call, as a value object.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
-        estimate_steps, count_training_batches: functions that compute ``estimated_stepping_batches`` and
-            ``num_training_batches``, which hooks may read before the loop starts.
         loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
         num_batches_of: for each method, the number of batches of each evaluation loader in its last call.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
-        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         log_dir: the folder of the last run.
         read_path: the checkpoint that the last call read.
         set_path: the value that the user assigned to ``ckpt_path``.
@@ -359,17 +356,6 @@ class TrainerAttributes(TrainerView):
     def lightning_module(self) -> Any:
         """The module of the last run. For a plain ``nn.Module``, this is the Module that wraps it."""
         return None if self._module is None else seen_by_user(self._module)
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """Number of optimizer steps in the complete run; infinite if the number is unknown."""
-        return self.estimate_steps()
-
-    @property
-    def num_training_batches(self) -> float:
-        """Number of batches per epoch of the last fit; infinite before the first fit, and for a loader without a
-        length."""
-        return self.count_training_batches()
 
     @property
     def accumulate_grad_batches(self) -> int:
