@@ -61,13 +61,7 @@ class LightningAdapter(WrappedModule):
         for name in _public_names():
             if hasattr(type(network), name) and overrides(network, name, Module):
                 vars(self)[name] = getattr(network, name)
-        if hasattr(network, "loss_reduction"):
-            self.loss_reduction = self._user.loss_reduction
-
-    @property
-    def _user(self) -> Any:
-        """The LightningModule, typed as Any because its attributes are unknown."""
-        return self.network
+        self.loss_reduction = getattr(network, "loss_reduction", self.loss_reduction)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the LightningModule."""
