@@ -208,9 +208,7 @@ class JSONLLogger(FileLogger):
 
 def json_number(value: float) -> float | str:
     """Return ``value``, or the string that represents a non-finite number in JSON."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def _judge(row: bytes, after_step: int | None) -> str:
