@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from string import Formatter
 
@@ -78,11 +79,8 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
 
 def first_free_name(name: str, taken: Container[str], suffix: str = "") -> str:
     """Return the first of ``name``, ``name-v1``, ``name-v2``, ..., each with ``suffix``, that is not in ``taken``."""
-    candidate, version = f"{name}{suffix}", 0
-    while candidate in taken:
-        version += 1
-        candidate = f"{name}-v{version}{suffix}"
-    return candidate
+    names = chain([name], (f"{name}-v{version}" for version in count(1)))
+    return next(each + suffix for each in names if each + suffix not in taken)
 
 
 def names_in(folder: Path, *, also_remote: bool = False) -> tuple[str, ...]:

@@ -65,16 +65,9 @@ class DeviceStatsMonitor(RequiresLogger):
         device = trainer.engine.device
         stats: dict[str, float] = dict(memory.statistics(device))
         if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
-            stats.update(cpu_stats())
+            stats["cpu_percent"] = psutil.cpu_percent()  # since the last call
+            stats["cpu_vm_percent"] = psutil.virtual_memory().percent
+            stats["cpu_swap_percent"] = psutil.swap_memory().percent
         if stats:
             prefix = f"{type(self).__qualname__}.{moment}"
             trainer.log_metrics({f"{prefix}/{name}": value for name, value in stats.items()})
-
-
-def cpu_stats() -> dict[str, float]:
-    """Return the load of the host in percent: CPU usage since the last call, and current memory and swap usage."""
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "cpu_vm_percent": psutil.virtual_memory().percent,
-        "cpu_swap_percent": psutil.swap_memory().percent,
-    }

@@ -298,8 +298,8 @@ class TrainerAttributes(TrainerView):
             raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
         own = adopted([own] if is_one(own, Callback) else list(own or ()))
         types = {kind_of(each) for each in own}
-        adopted_callbacks = adopted(self.callbacks)  # the user may have added callbacks to the list
-        others = [each for each in adopted_callbacks if kind_of(each) not in types]
+        # the user may have added callbacks to the list
+        others = [each for each in adopted(self.callbacks) if kind_of(each) not in types]
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
         for each in self.callbacks:  # as in Lightning, callbacks log like the module
