@@ -272,9 +272,7 @@ class WeightAveraging(HoldsAverage):
             return
         names = [name for name, _ in trainer.engine.module.named_buffers() if name in average.averages]
         if names:
-            average.take(
-                dict(zip(names, trainer.ranks.from_zero([average.averages[n].cpu() for n in names]), strict=True))
-            )
+            average.take(trainer.ranks.from_zero({name: average.averages[name].cpu() for name in names}))
 
 
 class EMAWeightAveraging(WeightAveraging):
