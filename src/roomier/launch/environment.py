@@ -213,7 +213,6 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
         if size == 1:
             return None
         local_size = number_in(environ, local_size_name, size)
-        is_one_node = local_size == size
         job = environ.get("PMIX_NAMESPACE")
         return Launch(
             "MPI",
@@ -224,7 +223,7 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
                 node_rank=rank // local_size,
                 local_size=local_size,
             ),
-            environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else None),
+            environ.get("MASTER_ADDR") or (LOOPBACK if local_size == size else None),
             number_in(environ, "MASTER_PORT", 12000 + zlib.crc32(job.encode()) % 20000 if job else _DEFAULT_PORT),
         )
     return None

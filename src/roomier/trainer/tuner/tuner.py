@@ -199,8 +199,7 @@ class _Trials:
             raise TrialOverError
 
         run_trial(self.trainer, self.subject, plan=self.plan, max_steps=1, callback=Callback(), cut=look)
-        [(of_step, num_samples)] = found
-        return of_step, num_samples
+        return found[0]
 
     def fits(self, size: int) -> bool:
         """Return True if steps with micro-batches of ``size`` samples stay within the limit."""
