@@ -46,7 +46,10 @@ def usual_step_of(trainer: TrainerView) -> int:
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
     """Return the TrackedStep for step number ``step`` of the run. All calls with the same number return one object."""
-    return _shared.setdefault(trainer.engine, {}).setdefault(step, TrackedStep(step))
+    steps = _shared.setdefault(trainer.engine, {})
+    if step not in steps:
+        steps[step] = TrackedStep(step)
+    return steps[step]
 
 
 class TrackedStep:
