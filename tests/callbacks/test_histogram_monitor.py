@@ -130,7 +130,7 @@ def test_other_steps_add_few_calls(make_trainer) -> None:
 @pytest.mark.parametrize(
     ("monitor", "keywords", "message"),
     [
-        ({}, {"logger": False}, "HistogramMonitor=None: requires a logger"),
+        ({}, {"logger": False}, "callbacks='HistogramMonitor': requires a logger"),
         ({"include": "x.*"}, {}, r"HistogramMonitor\(include\).*matches no trained parameter"),
         (
             {},

@@ -48,15 +48,11 @@ def open_blocks(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     opened: list[nn.Module] = []
     for block in blocks:
         members = [each for container in (block, *block.children()) for each in _repeated_in(container)]
-        inner = [each for each in members if any(map(_has_parameters, _grandchildren(each)))]
+        inner = [each for each in members if any(_has_parameters(p) for c in each.children() for p in c.children())]
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):  # never called
             inner = [each for each in block.children() if _has_parameters(each)]
         opened += open_blocks(inner) if inner else [block]
     return opened
-
-
-def _grandchildren(module: nn.Module) -> Iterator[nn.Module]:
-    return (each for child in module.children() for each in child.children())
 
 
 def _declared(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

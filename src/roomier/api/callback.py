@@ -320,10 +320,5 @@ class GoBackError(Exception):
     or in one of the functions in ``Run.looks``. The callback must ensure that the run does not return to the same
     checkpoint forever.
 
-    Attributes:
-        reason: text for the notice, and for the error if there is no checkpoint.
+    Its text is the reason in the error if there is no checkpoint.
     """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason

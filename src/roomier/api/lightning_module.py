@@ -61,13 +61,7 @@ class LightningAdapter(WrappedModule):
         for name in _public_names():
             if hasattr(type(network), name) and overrides(network, name, Module):
                 vars(self)[name] = getattr(network, name)
-        if hasattr(network, "loss_reduction"):
-            self.loss_reduction = self._user.loss_reduction
-
-    @property
-    def _user(self) -> Any:
-        """The LightningModule, typed as Any because its attributes are unknown."""
-        return self.network
+        self.loss_reduction = getattr(network, "loss_reduction", self.loss_reduction)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the LightningModule."""
@@ -81,14 +75,10 @@ class LightningAdapter(WrappedModule):
     strict_loading = _OfUser()
     example_input_array = _OfUser()
 
-    @property
+    @property  # type: ignore[misc]  # without a setter, like Lightning's property
     def hparams(self) -> HyperParameters:
         """Hyperparameters of the LightningModule."""
         return HyperParameters(hparams_of(self.network))
-
-    @hparams.setter
-    def hparams(self, values: Any) -> None:
-        self._user.hparams = values  # raises an AttributeError, because Lightning's property has no setter
 
     @property
     def logged_hparams(self) -> dict[str, Any]:

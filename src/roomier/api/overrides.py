@@ -132,11 +132,9 @@ FORMER = {
     "on_epoch_end": "use on_train_epoch_end",
     "on_batch_start": "use on_train_batch_start",
     "on_batch_end": "use on_train_batch_end",
-    "on_pretrain_routine_start": "use on_fit_start",
-    "on_pretrain_routine_end": "use on_fit_start",
+    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "use on_fit_start"),
     "on_keyboard_interrupt": "use on_exception",
-    "on_init_start": "use setup",
-    "on_init_end": "use setup",
+    **dict.fromkeys(("on_init_start", "on_init_end"), "use setup"),
     "configure_sharded_model": "use configure_model",
 }
 _IS_NEAR = 0.85  # ratio of difflib; names that differ by one additional or missing letter have a higher ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,9 +38,7 @@ class MetricsSnapshot(dict[str, Any]):
         super().__setitem__(name, value)
         self._given[name] = value
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+    update = MutableMapping.update  # type: ignore[assignment]  # calls __setitem__, unlike the method of dict
 
 
 class TrainerView(Protocol):
@@ -69,6 +67,9 @@ class TrainerView(Protocol):
         log_every_n_steps: number of optimizer steps between consecutive rows of the log.
         run: the last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`.
         fitted: the run of the last fit; None before the first fit.
+        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
+        estimate_steps, count_training_batches: functions that compute ``estimated_stepping_batches`` and
+            ``num_training_batches``, which hooks may read before the loop starts.
         shapes: a copy without values of the module of the last fit, created before the module was built. None if the
             copy is not needed or cannot be created.
         choice: the plans that the planner compared for the last fit; None if the user specified the plan.
@@ -90,10 +91,12 @@ class TrainerView(Protocol):
     @property
     def global_step(self) -> int:
         """Number of completed optimizer steps."""
+        return int((self.run.progress if self.run else self.copied_progress).global_step)
 
     @property
     def current_epoch(self) -> int:
         """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
+        return int(self.run.current_epoch if self.run else self.copied_progress.epoch)
 
     @property
     def num_steps_in_all(self) -> float:
@@ -103,6 +106,7 @@ class TrainerView(Protocol):
     @property
     def estimated_stepping_batches(self) -> float:
         """Number of optimizer steps in the full run. Can be read in ``configure_optimizers``. Infinite if unknown."""
+        return self.estimate_steps()
 
     @property
     def is_last_batch(self) -> bool:
@@ -165,7 +169,9 @@ class TrainerView(Protocol):
 
     @property
     def num_training_batches(self) -> float:
-        """Number of batches in a training epoch on this rank. Infinite if unknown."""
+        """Number of batches per epoch of the last fit on this rank. Infinite before the first fit, and for a loader
+        without a length."""
+        return self.count_training_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -295,6 +301,9 @@ class TrainerView(Protocol):
 
     run: Any
     fitted: Any
+    copied_progress: Any
+    estimate_steps: Callable[[], float]
+    count_training_batches: Callable[[], float]
 
     @property
     def engine(self) -> Engine:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from string import Formatter
 
@@ -35,16 +36,14 @@ def check_template(template: str) -> str:
         raise RoomierError("filename", template, "must be the name of a folder", action)
     try:
         fields = list(Formatter().parse(template))
-        if any("/" in literal for literal, *_ in fields):
-            raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
-        if any(field == "" or conversion for _, field, _, conversion in fields):
-            raise RoomierError("filename", template, "must contain a name in each pair of braces", action)
         metrics = {field: 0.5 for _, field, _, _ in fields if field}
         format_name(template, {**metrics, "epoch": 0, "step": 0})
-    except RoomierError:
-        raise
     except ValueError as error:
         raise RoomierError("filename", template, f"is not a valid template ({error})", action) from error
+    if any("/" in literal for literal, *_ in fields):
+        raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
+    if any(field == "" or conversion for _, field, _, conversion in fields):
+        raise RoomierError("filename", template, "must contain a name in each pair of braces", action)
     return template
 
 
@@ -80,11 +79,8 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
 
 def first_free_name(name: str, taken: Container[str], suffix: str = "") -> str:
     """Return the first of ``name``, ``name-v1``, ``name-v2``, ..., each with ``suffix``, that is not in ``taken``."""
-    candidate, version = f"{name}{suffix}", 0
-    while candidate in taken:
-        version += 1
-        candidate = f"{name}-v{version}{suffix}"
-    return candidate
+    names = chain([name], (f"{name}-v{version}" for version in count(1)))
+    return next(each + suffix for each in names if each + suffix not in taken)
 
 
 def names_in(folder: Path, *, also_remote: bool = False) -> tuple[str, ...]:

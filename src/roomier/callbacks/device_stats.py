@@ -6,14 +6,13 @@ from typing import Any
 
 import psutil
 
-from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.monitored import RequiresLogger
 from roomier.core.device import memory
-from roomier.core.errors import RoomierError
 
 
-class DeviceStatsMonitor(Callback):
+class DeviceStatsMonitor(RequiresLogger):
     """Callback that logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
@@ -36,12 +35,6 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self._cpu_stats = cpu_stats
         self._last_step = -1
-
-    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
-            raise RoomierError(
-                "DeviceStatsMonitor", None, "requires a logger", "Remove logger=False, or remove this callback"
-            )
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._last_step = trainer.global_step
@@ -70,19 +63,11 @@ class DeviceStatsMonitor(Callback):
 
     def _log(self, trainer: TrainerView, moment: str) -> None:
         device = trainer.engine.device
-        stats: dict[str, float] = {}
-        stats.update(memory.statistics(device))
+        stats: dict[str, float] = dict(memory.statistics(device))
         if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
-            stats.update(cpu_stats())
+            stats["cpu_percent"] = psutil.cpu_percent()  # since the last call
+            stats["cpu_vm_percent"] = psutil.virtual_memory().percent
+            stats["cpu_swap_percent"] = psutil.swap_memory().percent
         if stats:
             prefix = f"{type(self).__qualname__}.{moment}"
             trainer.log_metrics({f"{prefix}/{name}": value for name, value in stats.items()})
-
-
-def cpu_stats() -> dict[str, float]:
-    """Return the load of the host in percent: CPU usage since the last call, and current memory and swap usage."""
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "cpu_vm_percent": psutil.virtual_memory().percent,
-        "cpu_swap_percent": psutil.swap_memory().percent,
-    }

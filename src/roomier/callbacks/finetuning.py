@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from roomier.api.callback import Callback
 from roomier.api.module import Module
@@ -234,22 +233,16 @@ class BaseFinetuning(Callback):
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-            rates = getattr(scheduler, "base_lrs", None)
-            if not isinstance(rates, list):
+            if not isinstance(getattr(scheduler, "base_lrs", None), list):
                 continue
             for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
                 known = getattr(scheduler, name, None)
-                if isinstance(known, list):
-                    del known[len(groups) :]  # entries of removed groups
-            for group in groups[len(rates) :]:
-                group.setdefault("initial_lr", group["lr"])
-                rates.append(group["initial_lr"])
-                if isinstance(scheduler, LambdaLR):
-                    scheduler.lr_lambdas.append(scheduler.lr_lambdas[0])
-                for name in ("_last_lr", "min_lrs"):
-                    known = getattr(scheduler, name, None)
-                    if isinstance(known, list) and known:
-                        known.append(group["lr"] if name == "_last_lr" else known[0])
+                if not isinstance(known, list):
+                    continue
+                del known[len(groups) :]  # entries of removed groups
+                for group in groups[len(known) :] if known else ():
+                    rate = {"base_lrs": group.setdefault("initial_lr", group["lr"]), "_last_lr": group["lr"]}
+                    known.append(rate.get(name, known[0]))
 
 
 def _drop_groups(optimizer: Optimizer, num_kept: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.monitored import RequiresLogger
 from roomier.core.errors import RoomierError, check_integer
 from roomier.core.sharded import local_part
 from roomier.loggers.group import takes
@@ -20,7 +20,7 @@ from roomier.run.run import run_of
 from roomier.run.visuals import Look, histograms
 
 
-class HistogramMonitor(Callback):
+class HistogramMonitor(RequiresLogger):
     """Callback that logs a histogram of each trained parameter (``weights/<name>``) and of its gradient
     (``gradients/<name>``) every ``every_n_steps`` steps.
 
@@ -67,11 +67,6 @@ class HistogramMonitor(Callback):
         self._seen_step = 0
         if not gradients:
             vars(self)["on_before_optimizer_step"] = None  # no hook reads gradients
-
-    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
-            problem, action = "requires a logger", "Remove logger=False, or remove this callback"
-            raise RoomierError("HistogramMonitor", None, problem, action)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._seen_step = run_of(trainer, "HistogramMonitor").log_step

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
+from roomier.callbacks.monitored import RequiresLogger
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.run.run import run_of
@@ -18,7 +18,7 @@ from roomier.run.run import run_of
 _INTERVALS = (None, "step", "epoch")
 
 
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(RequiresLogger):
     """Callback that logs the learning rate that each optimizer uses in the logged step or epoch.
 
     The metric names are the same as in Lightning:
@@ -68,15 +68,10 @@ class LearningRateMonitor(Callback):
         self._step_rates: dict[str, float] = {}
         self._read_at_step = 0
         self._logged: tuple[int, dict[str, float]] = (-1, {})  # the last step with a row, and the values of this row
-        self._log_every_n_steps = 1
         self._epoch_rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        if not trainer.loggers:
-            raise RoomierError(
-                "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
-            )
-        self._log_every_n_steps, self._logged = trainer.log_every_n_steps, (-1, {})
+        self._logged = (-1, {})
         names = [f"{name}{suffix}" for _, name, _, suffixes in _named_optimizers(trainer) for suffix in suffixes]
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
@@ -90,7 +85,7 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # Schedulers step before on_train_batch_end, so the learning rate of the current step is read in this hook.
         step = run_of(trainer, "lrs").log_step
-        if (step + 1) % self._log_every_n_steps == 0:
+        if (step + 1) % trainer.log_every_n_steps == 0:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
     def on_train_batch_end(self, trainer: TrainerView, pl_module: Module, *_: Any, **__: Any) -> None:

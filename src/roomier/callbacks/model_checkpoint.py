@@ -110,15 +110,11 @@ def check_arguments(of: Any) -> None:
     if of.monitor is None and of.save_top_k > 1:
         problem = "must be at most 1 if monitor is not set"
         raise _wrong("save_top_k", of.save_top_k, problem, "Set monitor, or use -1 or 1")
-    for field in ("every_n_train_steps", "every_n_epochs"):
-        if getattr(of, field) is not None:
-            action = "Use a positive integer, or 0 to disable"
-            check_integer(f"ModelCheckpoint({field})", getattr(of, field), 0, action)
-    given = {
-        "every_n_train_steps": of.every_n_train_steps,
-        "every_n_epochs": of.every_n_epochs,
-        "train_time_interval": of.train_time_interval,
-    }
+    counts = ("every_n_train_steps", "every_n_epochs")
+    given = {name: getattr(of, name) for name in (*counts, "train_time_interval")}
+    for name in counts:
+        if given[name] is not None:
+            check_integer(f"ModelCheckpoint({name})", given[name], 0, "Use a positive integer, or 0 to disable")
     chosen = {name: value for name, value in given.items() if value or isinstance(value, timedelta)}
     if len(chosen) > 1:
         raise _wrong(" and ".join(chosen), chosen, "cannot be combined", "Use two ModelCheckpoints")
@@ -226,11 +222,8 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self.save_on_exception = save_on_exception
         self.format = format
-        self._interval_s = (
-            None
-            if train_time_interval is None
-            else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval, may_be_zero=True)
-        )
+        field, given_s = "ModelCheckpoint(train_time_interval)", train_time_interval
+        self._interval_s = None if given_s is None else parse_duration_s(field, given_s, may_be_zero=True)
         self._keep = Retention(save_top_k, mode == "min", monitor is not None, bool(save_last))
         check_arguments(self)
         self._ledger = Ledger()

@@ -1,5 +1,5 @@
 """Metric that a callback monitors, with an error message for a metric that was not logged, and the hooks that check
-it."""
+it or require a logger."""
 
 from __future__ import annotations
 
@@ -108,6 +108,15 @@ def acts_at_epoch_end(given: bool | None, trainer: TrainerView) -> bool:
     interval = trainer.val_check_interval  # A number of batches (int), a fraction of an epoch (float), or a time
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1
+
+
+class RequiresLogger(Callback):
+    """Base class of callbacks that write rows of their own in a fit."""
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
+            action = "Remove logger=False, or remove this callback"
+            raise RoomierError("callbacks", type(self).__name__, "requires a logger", action)
 
 
 class ChecksMetric(Callback, ABC):

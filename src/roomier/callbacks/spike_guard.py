@@ -105,11 +105,11 @@ class SpikeGuard(Callback):
             raise _wrong("monitor", monitor, "must be 'loss', 'grad_norm', or both", "Use one or both of these names")
         self.action, self.factor, self.window, self.warmup = action, factor, window, warmup
         self.max_skips, self.monitor = max_skips, names
-        self._is_rolling_back = False
-        self._undo: _Undo | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._is_rolling_back = False
+        self._undo: _Undo | None = None
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
@@ -159,7 +159,6 @@ class SpikeGuard(Callback):
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._reset()
-            self._is_rolling_back, self._undo = False, None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
@@ -221,20 +220,17 @@ class SpikeGuard(Callback):
 
     def _judge_pending(self, trainer: TrainerView) -> None:
         """Check the pending steps and handle the first bad step. Every rank must call this method."""
-        bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)
-            if problem is not None:
-                bad.append(self._describe(trainer, place, size, problem))
-                self._skipped.add(place)
-                break  # after a rollback, the later steps run again
-        if not bad:
-            return
-        if self.action == "stop":
-            raise TrainingError("SpikeGuard", None, bad[0], "Lower the learning rate, or use action='skip'")
-        self._count_bad(trainer, bad[0])
-        self._is_rolling_back = True
-        raise GoBackError(bad[0])
+            if problem is None:
+                continue
+            bad = self._describe(trainer, place, size, problem)
+            self._skipped.add(place)
+            if self.action == "stop":
+                raise TrainingError("SpikeGuard", None, bad, "Lower the learning rate, or use action='skip'")
+            self._count_bad(trainer, bad)
+            self._is_rolling_back = True
+            raise GoBackError(bad)  # the run also repeats the later steps
 
     def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
         """Return the pending losses and norms as numbers for the global batch. This method waits for the device and for
@@ -245,9 +241,8 @@ class SpikeGuard(Callback):
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
         own = torch.stack(figures).cpu().double()  # On the CPU, because some devices do not support float64.
         rows = trainer.ranks.sum(own).tolist()  # Each rank has its part of the loss, but the norm is global.
-        size_of_world = trainer.world_size
         return [
-            (place, size, {"loss": loss, "grad_norm": norm / size_of_world})
+            (place, size, {"loss": loss, "grad_norm": norm / trainer.world_size})
             for (place, size, *_), (loss, norm) in zip(pending, rows, strict=True)
         ]
 

@@ -147,10 +147,8 @@ def stragglers(times_s: Sequence[Mapping[str, float]], threshold: float) -> list
         times_s: for each rank, the times in seconds by place.
         threshold: smallest difference that counts, as a fraction of the lower median over the ranks.
     """
-    typical: dict[str, float] = {}
-    for place in dict.fromkeys(chain.from_iterable(times_s)):
-        of_place = [times[place] for times in times_s if place in times]
-        typical[place] = median_low(of_place)
+    places = {*chain.from_iterable(times_s)}
+    typical = {place: median_low(times[place] for times in times_s if place in times) for place in places}
     found = []
     for rank, times in enumerate(times_s):
         lost_s = {place: each - typical[place] for place, each in times.items()}

@@ -62,8 +62,6 @@ class Throughput(Callback):
         self._peak: float | None = None
         self._num_flops_of: Callable[[Any], float] | None = None
         self._flops_per_token = 0.0
-        self._device = torch.device("cpu")
-        self._log_every_n_steps = 1
         self._last_step = 0
         self._paused_s = 0.0
         self._start_window()
@@ -76,9 +74,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._num_flops_of = pl_module.num_flops if isinstance(pl_module, CountsFlops) else None
         self._flops_per_token = flops_per_token(pl_module)
-        self._device = pl_module.device
-        self._peak = self._given_peak or _peak_of_plan(self._device, trainer.plan)
-        self._log_every_n_steps = trainer.log_every_n_steps
+        self._peak = self._given_peak or _peak_of_plan(pl_module.device, trainer.plan)
         self._last_step = trainer.global_step
         self._start_window()
 
@@ -93,12 +89,10 @@ class Throughput(Callback):
         num_tokens = num_tokens_of(batch)
         self._num_samples += batch_size_of(batch)
         self._num_tokens += num_tokens
-        if self._num_flops_of is not None:
-            self._num_flops += self._num_flops_of(batch)
-        else:
-            self._num_flops += self._flops_per_token * num_tokens
-        if step // self._log_every_n_steps != self._last_step // self._log_every_n_steps:
-            self._log(trainer)
+        num_flops = self._flops_per_token * num_tokens if self._num_flops_of is None else self._num_flops_of(batch)
+        self._num_flops += num_flops
+        if step // trainer.log_every_n_steps != self._last_step // trainer.log_every_n_steps:
+            self._log(trainer, pl_module.device)
             self._last_step = step
 
     def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -108,9 +102,9 @@ class Throughput(Callback):
         if self._began_s is not None:
             self._began_s += time.monotonic() - self._paused_s
 
-    def _log(self, trainer: TrainerView) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+    def _log(self, trainer: TrainerView, device: torch.device) -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         now_s = time.monotonic()
         assert self._began_s is not None
         elapsed_s = max(now_s - self._began_s, 1e-9)
@@ -151,14 +145,8 @@ def flops_per_token(model: nn.Module) -> float:
     The count omits attention scores, which are small if the sequence is shorter than about 6 times the width. The count
     also omits embeddings, except embeddings that are tied to an output layer.
     """
-    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    multiplied = {
-        id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
-    }
-    only_looked_up = looked_up - multiplied
-    return float(
-        sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if id(p) not in only_looked_up)
-    )
+    multiplied = {p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return float(sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied))
 
 
 def _peak_of_plan(device: torch.device, plan: Plan) -> float | None:

@@ -100,7 +100,6 @@ class WeightAveraging(HoldsAverage):
         self.kept_weights = KeptWeights(use_buffers, self._device)
         self._functions: dict[str, Any] = {"average_one": avg_fn, "average_all": multi_avg_fn}
         self._weight: float | None = None  # factor of the newest weights; None weights all steps equally
-        self._average: WeightAverage | None = None
         self._same_tensor: dict[str, str] = {}  # Maps each name in a checkpoint to the name in the average.
         self._is_training = False
         self._latest_update_step = 0
@@ -273,9 +272,7 @@ class WeightAveraging(HoldsAverage):
             return
         names = [name for name, _ in trainer.engine.module.named_buffers() if name in average.averages]
         if names:
-            average.take(
-                dict(zip(names, trainer.ranks.from_zero([average.averages[n].cpu() for n in names]), strict=True))
-            )
+            average.take(trainer.ranks.from_zero({name: average.averages[name].cpu() for name in names}))
 
 
 class EMAWeightAveraging(WeightAveraging):

@@ -31,7 +31,6 @@ _KUBERNETES_DEVICES = {
     "tpu": "google.com/tpu",
 }
 _SYSTEM_GIB = 100  # for the system, the packages and the image, on a disk that also stores offloaded data
-_SHARED_MEMORY = "/dev/shm"
 _NODE = "node"  # of the jobs and containers in the runtimes of Kubeflow Trainer
 
 
@@ -183,20 +182,16 @@ def _environment(job: ClusterJob, **more: str) -> list[dict[str, str]]:
     return [{"name": name, "value": value} for name, value in {JOB: job.name, **more}.items()]
 
 
-def _pod() -> dict[str, Any]:
-    """Return the volume of a pod for the shared memory of loader workers and NCCL, which is 64 MiB by default."""
-    return {"volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]}
-
-
-def _mounts() -> dict[str, Any]:
-    return {"volumeMounts": [{"name": "shared-memory", "mountPath": _SHARED_MEMORY}]}
+# The shared memory of loader workers and NCCL, which is 64 MiB in a pod by default.
+_VOLUMES = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+_MOUNTS = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
 
 
 def _train_job(job: ClusterJob) -> dict[str, Any]:
     pod = {
         "terminationGracePeriodSeconds": job.whole_grace_s,
-        "containers": [{"name": _NODE, **_mounts()}],
-        **_pod(),
+        "containers": [{"name": _NODE, "volumeMounts": _MOUNTS}],
+        "volumes": _VOLUMES,
     }
     jobs = [{"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}]
     return {
@@ -230,13 +225,13 @@ def _job_set(job: ClusterJob) -> dict[str, Any]:
         "command": list(job.command),
         "env": _environment(job, MASTER_ADDR=f"{job.name}-{_NODE}-0-0.{job.name}", MASTER_PORT=str(_PORT)),
         "resources": _resources(job),
-        **_mounts(),
+        "volumeMounts": _MOUNTS,
     }
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.whole_grace_s,
         "containers": [container],
-        **_pod(),
+        "volumes": _VOLUMES,
     }
     number = job.nodes.most
     # If one pod fails, its ranks cannot return to the run, so the JobSet starts all pods again.

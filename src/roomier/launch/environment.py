@@ -89,10 +89,6 @@ _NODES = (
 )
 
 
-NODE_RANKS = frozenset(each[1] for each in _NODES)
-"""Names of the environment variables with the rank of a node."""
-
-
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
     """Return the node that ``environ`` describes; None if no launcher started a process on each node.
 
@@ -217,7 +213,6 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
         if size == 1:
             return None
         local_size = number_in(environ, local_size_name, size)
-        is_one_node = local_size == size
         job = environ.get("PMIX_NAMESPACE")
         return Launch(
             "MPI",
@@ -228,7 +223,7 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
                 node_rank=rank // local_size,
                 local_size=local_size,
             ),
-            environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else None),
+            environ.get("MASTER_ADDR") or (LOOPBACK if local_size == size else None),
             number_in(environ, "MASTER_PORT", 12000 + zlib.crc32(job.encode()) % 20000 if job else _DEFAULT_PORT),
         )
     return None

@@ -22,6 +22,7 @@ from types import TracebackType
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from roomier.core.log import notice
 from roomier.core.world import World
 
 PATIENCE_S = 3.0
@@ -140,8 +141,7 @@ class FailureNews:
                 self._end_unconnected(timeout_s)
             # The process that started a failed rank ends all ranks earlier, and reports this rank.
             if (known := self._failed_peer()) is not None and not is_connected.wait(_END_S + 1.0):
-                sys.stderr.write(f"roomier: {known} before the process group was created, so the run ends\n")
-                sys.stderr.flush()
+                notice(f"{known} before the process group was created, so the run ends", every_rank=True)
                 os._exit(1)
 
     def _end_unconnected(self, waited_s: float) -> None:
@@ -150,8 +150,7 @@ class FailureNews:
         except (DistError, RuntimeError):
             absent = [0]
         problem = f"the process group was not created within {waited_s:g} s after the rendezvous"
-        sys.stderr.write(f"roomier: {problem}; these ranks have ended or cannot be reached: {absent}\n")
-        sys.stderr.flush()
+        notice(f"{problem}; these ranks have ended or cannot be reached: {absent}", every_rank=True)
         if self.world.rank == 0:
             time.sleep(1.0)  # time in which the other ranks read the store
         os._exit(1)
@@ -179,7 +178,7 @@ class FailureNews:
             self.has_lost_peer = True
             known = self.wait_for_peer()
             if known == _ZERO_HAS_ENDED and self.world.rank == 1:
-                sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
+                notice(f"{known} {self.where()}".rstrip(), every_rank=True)
             if known is not None:  # another process reports the error
                 return
             self.claim(f"{kind.__name__}: {error}")
@@ -189,8 +188,7 @@ class FailureNews:
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # a single write, because ranks share the terminal
-            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-            sys.stderr.flush()
+            print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr, flush=True)
         else:
             self._before(kind, error, trace)
 

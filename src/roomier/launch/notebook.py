@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Any
 
 from roomier.core.errors import RoomierError, TrainingError
@@ -194,10 +194,7 @@ def _interrupts(handle: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        handle()
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda *_: handle())
     try:
         yield
     finally:
@@ -241,8 +238,7 @@ class _Report:
                 pickle.loads(pickle.dumps(error))
                 text = error
         if isinstance(text, str) and not issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-            sys.stderr.flush()
+            print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr, flush=True)
         with suppress(OSError):
             self._file.write(pickle.dumps((_FAILED, text), protocol=5))
             self._file.flush()

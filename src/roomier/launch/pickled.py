@@ -70,8 +70,7 @@ def write_by_value(value: Any, file: Any, *, has_values: bool = True) -> None:
     Args:
         has_values: False to leave out the values of tensors, for a check.
     """
-    pickler_class = _by_value()
-    pickler = pickler_class(file)
+    pickler = _by_value()(file)
     pickler.tensors.has_values = has_values
     pickler.dump(value)
 

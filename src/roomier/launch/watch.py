@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from roomier.core.log import notice
 from roomier.launch.failure import FailureNews
 
 _POLL_S = 0.1
@@ -90,7 +91,8 @@ class Children:
         if self._failed is None:
             self._wait(_LAST_S)
         if self._failed is None and (late := [rank for rank, each in self._processes.items() if each.poll() is None]):
-            _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
+            problem = f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}"
+            notice(problem, every_rank=True)
             self._kill()
             _exit(1)
         self._failed = self._failed or self._first_failed()  # the watching thread may not have detected a failure yet
@@ -113,7 +115,7 @@ class Children:
             _exit(1)
         rank, code = self._failed
         name = f"rank {rank}" if self.main is None else self.main.describe(rank)
-        _say(f"{name} {self._how(code)}, so the run ended")
+        notice(f"{name} {self._how(code)}, so the run ended", every_rank=True)
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:
@@ -126,7 +128,7 @@ class Children:
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(each.poll() is None for each in self._processes.values()):
             if self._failed is not None:
-                seconds, until = 0.0, min(until, time.monotonic() + _GRACE_S)
+                until = min(until, time.monotonic() + _GRACE_S)
             time.sleep(0.02)
 
     def _kill(self) -> None:
@@ -157,10 +159,6 @@ def watch_parent(pid: int) -> None:
         _exit(1)
 
     threading.Thread(target=watch, name="roomier-parent", daemon=True).start()
-
-
-def _say(message: str) -> None:
-    print(f"roomier: {message}", file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:

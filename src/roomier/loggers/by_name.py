@@ -60,15 +60,8 @@ class SilentLogger(Logger):
         return Nothing()
 
 
-LOGGERS: dict[str, Callable[[], Logger]] = {
-    "jsonl": JSONLLogger,
-    "csv": CSVLogger,
-    "tensorboard": TensorBoardLogger,
-    "wandb": WandbLogger,
-    "comet": CometLogger,
-    "mlflow": MLFlowLogger,
-    "trackio": TrackioLogger,
-}
+_OWN: list[Any] = [JSONLLogger, CSVLogger, TensorBoardLogger, WandbLogger, CometLogger, MLFlowLogger, TrackioLogger]
+LOGGERS: dict[str, Callable[[], Logger]] = {each.name: each for each in _OWN}
 """Functions that create a logger, by name. An extension can add entries (see ``roomier.core.extensions``)."""
 
 

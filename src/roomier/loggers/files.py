@@ -47,7 +47,7 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
     learning rate comes from the checkpoint. If the new values differ, they are written to ``hparams-from-step=N.json``,
     and a notice is printed.
     """
-    text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
+    text = json.dumps(with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
     if resumed_step is not None and path.exists():
         if _contains(path, text):
@@ -69,14 +69,14 @@ def _contains(path: Path, text: str) -> bool:
     return False
 
 
-def _with_names(value: Any) -> Any:
+def with_names(value: Any) -> Any:
     """Return ``value`` with dict keys that JSON cannot represent converted to strings."""
     if isinstance(value, dict):
         return {
-            key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)
+            key if key is None or isinstance(key, (str, int, float)) else str(key): with_names(item)
             for key, item in value.items()
         }
-    return [_with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _NOT_IN_A_PATH = re.compile(r"[^\w.= -]")
@@ -155,12 +155,10 @@ class FileLogger(FolderLogger):
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         """Write ``hparams.json`` next to the rows. See :func:`write_hyperparams`."""
-        assert self._folder is not None, "start() must run first"
-        write_hyperparams(self._folder, params, self._resumed_step)
+        write_hyperparams(self._path.parent, params, self._resumed_step)
 
     def _visuals(self) -> Visuals:
-        assert self._folder is not None, "start() must run first"
-        return FileVisuals(self._folder)
+        return FileVisuals(self._path.parent)
 
     @property
     def _path(self) -> Path:
@@ -210,9 +208,7 @@ class JSONLLogger(FileLogger):
 
 def json_number(value: float) -> float | str:
     """Return ``value``, or the string that represents a non-finite number in JSON."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def _judge(row: bytes, after_step: int | None) -> str:

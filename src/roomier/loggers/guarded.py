@@ -226,12 +226,8 @@ class FolderLogger(GuardedLogger):
             version = (None if run_dir is None else read_id(run_dir, self._key)) or _next_version(self._parent)
         folder = self._parent / version
         if run_dir is not None:
-            self._keep_folder(run_dir, folder)
+            write_id(run_dir, self._key, folder.name)  # for a resumed run
         return folder
-
-    def _keep_folder(self, run_dir: Path, folder: Path) -> None:
-        """Store the name of ``folder`` in ``run_dir`` for a resumed run."""
-        write_id(run_dir, self._key, folder.name)
 
     @property
     def _key(self) -> str:
@@ -239,9 +235,5 @@ class FolderLogger(GuardedLogger):
 
 
 def _next_version(parent: Path) -> str:
-    taken = [
-        int(path.name.removeprefix("version_"))
-        for path in (parent.iterdir() if parent.is_dir() else ())
-        if path.name.startswith("version_") and path.name.removeprefix("version_").isdecimal()
-    ]
-    return f"version_{max(taken, default=-1) + 1}"
+    numbers = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
+    return f"version_{max((int(each) for each in numbers if each.isdecimal()), default=-1) + 1}"

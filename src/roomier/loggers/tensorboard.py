@@ -10,7 +10,7 @@ from torch import nn
 
 from roomier.api.logger import Nothing
 from roomier.core.errors import RoomierError
-from roomier.loggers.guarded import FolderLogger, flat
+from roomier.loggers.guarded import FolderLogger, flat, write_id
 from roomier.loggers.visuals import TensorBoardVisuals, Visuals
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class TensorBoardLogger(FolderLogger):
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open a new event file. TensorBoard then hides points after ``resumed_step`` in older files."""
         if self._writer is not None and not self.is_in_run_folder:  # the user opened the writer before this run
-            self._keep_folder(run_dir, cast("Path", self._folder))
+            write_id(run_dir, self._key, cast("Path", self._folder).name)
             return
         self.finalize("success")  # the logger may have been used after the previous run
         self._open(self._find_folder(run_dir) or run_dir, purge_step=None if resumed_step is None else resumed_step + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from torch import nn
 
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.loggers.files import with_names
 from roomier.loggers.service import ServiceLogger, refuse_log_model
 from roomier.loggers.visuals import WANDB_STEP, Visuals, WandbVisuals
 
@@ -120,7 +122,8 @@ class WandbLogger(ServiceLogger):
         self.experiment.log({**row, WANDB_STEP: step})
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        self.experiment.config.update(_plain(params), allow_val_change=True)
+        plain = json.loads(json.dumps(with_names(params), default=str))
+        self.experiment.config.update(plain, allow_val_change=True)
 
     def _visuals(self) -> Visuals:
         return WandbVisuals(self.name, self.experiment)
@@ -132,12 +135,3 @@ class WandbLogger(ServiceLogger):
 
 
 _owners: dict[str, WandbLogger] = {}  # mapping from the id of each open run to the logger that opened the run
-
-
-def _plain(value: Any) -> Any:
-    """Convert ``value`` to types that JSON can represent. Other types become strings."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -61,8 +61,12 @@ class GPTConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width")
-        check_heads(self.width, self.num_heads)
+        for field in ("vocab_size", "context", "num_layers", "num_heads", "width"):
+            if getattr(self, field) < 1:
+                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
+        if self.width % self.num_heads:
+            problem = f"must be divisible by the {self.num_heads} heads"
+            raise RoomierError("width", self.width, problem, "Make the width a multiple of num_heads")
         if not 0.0 <= self.dropout < 1.0:
             raise RoomierError("dropout", self.dropout, "must be in [0, 1)", "Use a probability below 1")
 
@@ -191,7 +195,9 @@ class GPT(nn.Module):
             RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        check_length(input_ids, self.config.context)
+        if self.config.context < T:
+            problem = f"must have at most {self.config.context} positions, the context of the model"
+            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
         positions_T = torch.arange(T, device=input_ids.device)
         x_BTD = self.dropout(self.tokens(input_ids) + self.positions(positions_T))
         for block in self.blocks:
@@ -243,24 +249,3 @@ def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: to
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, -math.inf)
     return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)
-
-
-def check_positive(config: object, *fields: str) -> None:
-    """Raise RoomierError if a field of ``config`` is less than 1."""
-    for field in fields:
-        if getattr(config, field) < 1:
-            raise RoomierError(field, getattr(config, field), "must be at least 1", "Use a positive integer")
-
-
-def check_heads(width: int, num_heads: int) -> None:
-    """Raise RoomierError if ``width`` cannot be divided among the attention heads."""
-    if width % num_heads:
-        problem = f"must be divisible by the {num_heads} heads"
-        raise RoomierError("width", width, problem, "Make the width a multiple of num_heads")
-
-
-def check_length(input_ids: Tensor, context: int) -> None:
-    """Raise RoomierError if the sequences ``[B, T]`` are longer than ``context``."""
-    if context < input_ids.shape[1]:
-        problem = f"must have at most {context} positions, the context of the model"
-        raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")

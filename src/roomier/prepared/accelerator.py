@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from roomier.core.device.resolve import resolve_device
 from roomier.core.device.transfer import BatchMover
 from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
 from roomier.core.log import notice
-from roomier.core.tree import map_tensors
+from roomier.core.tree import leaves, map_tensors
 from roomier.engine.prepared import ModelEngine, build_prepared
 from roomier.launch import join, place, present_launch
 from roomier.plan import Plan
@@ -37,7 +38,7 @@ from roomier.prepared.settings import (
     project_of,
     remove_oldest,
 )
-from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors, padded, part_of_rank, reduced
+from roomier.prepared.tensors import gathered, padded, part_of_rank, reduced
 from roomier.techniques.loss.lazy_logits import computed
 from roomier.techniques.precision.policy import precision_of, set_matmul_precision
 
@@ -620,16 +621,14 @@ class Accelerator:
             problem = "is not supported, because checkpoints contain no pickles"
             raise RoomierError("safe_serialization", False, problem, "Remove it")
         project = self.project_configuration
-        if not project.automatic_checkpoint_naming:
-            folder = _folder("output_dir", output_dir)
-            save_loop(folder, self._engines, self._states(), self.ranks)
-            return str(folder)
-        folder = next_checkpoint(project, self.ranks)
-        if output_dir is not None:
+        is_automatic = project.automatic_checkpoint_naming
+        folder = next_checkpoint(project, self.ranks) if is_automatic else _folder("output_dir", output_dir)
+        if is_automatic and output_dir is not None:
             notice(f"save_state: checkpoints are named automatically, so {folder} is written instead of {output_dir}")
         save_loop(folder, self._engines, self._states(), self.ranks)
-        remove_oldest(project, folder, self.ranks)
-        project.iteration += 1
+        if is_automatic:
+            remove_oldest(project, folder, self.ranks)
+            project.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
@@ -717,8 +716,11 @@ class Accelerator:
         """
         if self.ranks.is_alone:
             return computed(input_data)
-        gathers_tensors = holds_only_tensors(input_data) and not use_gather_object
-        data = self.gather(input_data) if gathers_tensors else gathered_objects(input_data, self.ranks)
+        gathers_tensors = not use_gather_object and all(isinstance(each, Tensor) for each in leaves(input_data))
+        if gathers_tensors:
+            data = self.gather(input_data)
+        else:
+            data = list(chain.from_iterable(self.ranks.gather(input_data, allows_pickle=True)))
         loader = self._accumulation.loaders[-1] if self._accumulation.loaders else None
         if loader is None or not loader.end_of_dataloader:
             return data

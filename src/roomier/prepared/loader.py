@@ -307,7 +307,8 @@ def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator
     if generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_())  # every rank draws a seed, as in Accelerate
         generator = torch.Generator().manual_seed(ranks.from_zero(seed))
-    copied = with_generator(sampler, generator)
+    copied = copy.copy(sampler)
+    copied.generator = generator
     if sampler is batches:
         return copied, generator
     batches = copy.copy(batches)
@@ -477,10 +478,3 @@ class LaterBatches(Sampler[Any]):
         if name.startswith("__") or "_batches" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._batches, name)
-
-
-def with_generator(sampler: Any, generator: Any) -> Any:
-    """Return a copy of ``sampler`` that draws from ``generator``."""
-    copied = copy.copy(sampler)
-    copied.generator = generator
-    return copied

@@ -146,7 +146,7 @@ def _check(plan: Plan) -> None:
     refuse([*loop_errors(plan), *(PlanError(*each) for each in found)])
 
 
-_NAME = re.compile(r"checkpoint_(\d+)")
+_NAME = re.compile(r"checkpoint_\d+")
 
 
 @dataclass
@@ -254,9 +254,7 @@ def _saved(project: Any) -> list[Path]:
 
 
 def _number_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
+    return int(path.name.rpartition("_")[2])
 
 
 _NAMES = {"comet_ml": "comet"}

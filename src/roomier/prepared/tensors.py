@@ -6,7 +6,6 @@ With one rank, tensors are returned unchanged. Every rank must make the same cal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -39,22 +38,6 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
         action = "Call accelerator.pad_across_processes first, or gather objects: gather_for_metrics(..., True)"
         raise TrainingError("gathered tensors", len(shapes[0]), problem, action)
     return map_tensors(lambda each: each.flatten(0, 1) if each.dim() > 1 else each, all_gather(data, ranks, device))
-
-
-def gathered_objects(data: Any, ranks: Ranks) -> Any:
-    """Return one list with the elements of ``data`` from all ranks. With one rank, return ``data``."""
-    if ranks.is_alone:
-        return data
-    return list(chain.from_iterable(ranks.gather(data, allows_pickle=True)))
-
-
-def holds_only_tensors(data: Any) -> bool:
-    """Return whether all leaves of ``data`` are tensors."""
-    if isinstance(data, Mapping):
-        return all(map(holds_only_tensors, data.values()))
-    if isinstance(data, (list, tuple)):
-        return all(map(holds_only_tensors, data))
-    return isinstance(data, Tensor)
 
 
 def reduced(data: Any, reduction: str, ranks: Ranks) -> Any:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -87,10 +86,6 @@ _INSTEAD = {
 """Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
 
 
-def _not_known() -> float:
-    return math.inf
-
-
 class TrainerAttributes(TrainerView):
     """The attributes of a Trainer: its settings, and the state of its last call.
 
@@ -127,12 +122,9 @@ class TrainerAttributes(TrainerView):
         request: the last call, as a value object.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
-        estimate_steps, count_training_batches: functions that compute ``estimated_stepping_batches`` and
-            ``num_training_batches``, which hooks may read before the loop starts.
         loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
         num_batches_of: for each method, the number of batches of each evaluation loader in its last call.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
-        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         log_dir: the folder of the last run.
         read_path: the checkpoint that the last call read.
         set_path: the value that the user assigned to ``ckpt_path``.
@@ -192,8 +184,8 @@ class TrainerAttributes(TrainerView):
         self._module: Module | None = None
         self.datamodule: Any = None
         self.manual_optimizers: list[ManualOptimizer] = []
-        self.estimate_steps: Callable[[], float] = _not_known
-        self.count_training_batches: Callable[[], float] = _not_known
+        self.estimate_steps: Callable[[], float] = partial(float, math.inf)
+        self.count_training_batches: Callable[[], float] = partial(float, math.inf)
         self.loaders_of_calls: dict[str, RunLoaders] = {}
         self.num_batches_of: dict[str, list[float]] = {}
         self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
@@ -306,8 +298,8 @@ class TrainerAttributes(TrainerView):
             raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
         own = adopted([own] if is_one(own, Callback) else list(own or ()))
         types = {kind_of(each) for each in own}
-        adopted_callbacks = adopted(self.callbacks)  # the user may have added callbacks to the list
-        others = [each for each in adopted_callbacks if kind_of(each) not in types]
+        # the user may have added callbacks to the list
+        others = [each for each in adopted(self.callbacks) if kind_of(each) not in types]
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
         for each in self.callbacks:  # as in Lightning, callbacks log like the module
@@ -325,21 +317,11 @@ class TrainerAttributes(TrainerView):
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the ``optimizer`` argument names."""
         self.requested_plan, self.plan = (
-            dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
+            replace(plan, optimizer=replace(plan.optimizer, lr=learning_rate))
             for plan in (self.requested_plan, self.plan)
         )
 
     # State of the last call ----------------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """Number of completed optimizer steps."""
-        return (self.run.progress if self.run else self.copied_progress).global_step
-
-    @property
-    def current_epoch(self) -> int:
-        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
-        return self.run.current_epoch if self.run else self.copied_progress.epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:
@@ -374,17 +356,6 @@ class TrainerAttributes(TrainerView):
     def lightning_module(self) -> Any:
         """The module of the last run. For a plain ``nn.Module``, this is the Module that wraps it."""
         return None if self._module is None else seen_by_user(self._module)
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """Number of optimizer steps in the complete run; infinite if the number is unknown."""
-        return self.estimate_steps()
-
-    @property
-    def num_training_batches(self) -> float:
-        """Number of batches per epoch of the last fit; infinite before the first fit, and for a loader without a
-        length."""
-        return self.count_training_batches()
 
     @property
     def accumulate_grad_batches(self) -> int:

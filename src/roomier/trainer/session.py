@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import OutOfMemoryError
 
-from roomier.api.adapt import as_module, seen_by_user
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.lightning_module import with_methods_of_module
 from roomier.api.module import Module
@@ -70,7 +70,7 @@ def request_of(
     is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
         stage=stage,
-        module=as_module(model) if trainer.own_optimizer is None else trainer.module_of(model),
+        module=trainer.module_of(model),
         loaders=loaders,
         datamodule=datamodule,
         ckpt_path=trainer.set_path if ckpt_path is None else ckpt_path,

@@ -532,7 +532,7 @@ def go_back(run: Run, error: GoBackError) -> None:
     settle_background_save(run)
     path, step = run.saves.path, run.saves.step
     if path is None:
-        problem = f"{error.reason}, but the run has no checkpoint to return to"
+        problem = f"{error}, but the run has no checkpoint to return to"
         action = "Add ModelCheckpoint(every_n_train_steps=...), or skip bad steps before the update"
         raise TrainingError("loss", None, problem, action) from error
     run.results.is_in_batch, run.results.batch = False, None

@@ -21,7 +21,7 @@ from roomier.core.device.resolve import accelerator_type
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.launch import Launch, present_launch
-from roomier.launch.environment import NODE_RANKS, node_of
+from roomier.launch.environment import node_of
 from roomier.launch.job import job_names
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import canonical
@@ -34,16 +34,13 @@ _SHARES = (
     "shards_by_rank = True"
 )
 _NAMED_OPTIMIZER = "Set it in the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
-_WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
-_OF_DATA_LOADER = "Pass batch_size to your DataLoader"
 
 FORMER_KEYWORDS: dict[str, str] = {
     # current and earlier versions of Lightning's Trainer
     "checkpoint_callback": "Use enable_checkpointing, or add a ModelCheckpoint to callbacks",
     "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
     "progress_bar_refresh_rate": "Use callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",
-    "replace_sampler_ddp": _SHARES,
-    "use_distributed_sampler": _SHARES,
+    **dict.fromkeys(("replace_sampler_ddp", "use_distributed_sampler"), _SHARES),
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "plugins": "Pass precision, environment and checkpoint plugins of Lightning, or use precision=... and strategy=...",
     "barebones": "Use True or False. True disables logs, checkpoints, the progress bar, summaries and the sanity check",
@@ -66,11 +63,9 @@ FORMER_KEYWORDS: dict[str, str] = {
     "bf16": "Use precision='bf16-mixed'",
     "optim": "Use optimizer='adamw'",
     "torch_compile": "Use compile=True",
-    "weight_decay": _NAMED_OPTIMIZER,
-    "adam_beta1": _NAMED_OPTIMIZER,
-    "adam_beta2": _NAMED_OPTIMIZER,
+    **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2"), _NAMED_OPTIMIZER),
     "lr_scheduler_type": "Use lr_schedule='cosine', 'linear' or 'constant'",
-    "warmup_steps": _WARM_UP,
+    "warmup_steps": "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}",
     "logging_steps": "Use log_every_n_steps",
     "output_dir": "Use default_root_dir",
     "report_to": "Use logger='tensorboard', or logger=True for files",
@@ -78,10 +73,9 @@ FORMER_KEYWORDS: dict[str, str] = {
     # other names
     "lr": "Use learning_rate",
     "lr_scheduler": "Use lr_schedule, or return a scheduler from configure_optimizers",
-    "epochs": "Use max_epochs",
-    "num_epochs": "Use max_epochs",
+    **dict.fromkeys(("epochs", "num_epochs"), "Use max_epochs"),
     "steps": "Use max_steps",
-    "batch_size": _OF_DATA_LOADER,
+    "batch_size": "Pass batch_size to your DataLoader",
     "device": "Use accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'",
 }
 """Arguments of other Trainers and of earlier versions, with their replacements."""
@@ -98,18 +92,12 @@ HARMLESS_KEYWORDS: dict[str, object] = {
 """Arguments of Lightning's Trainer that are ignored if they have these values, which match roomier's behavior."""
 
 FORMER_ARGUMENTS: dict[str, str] = {
-    "train_dataloader": "Use train_dataloaders",
-    "train_loader": "Use train_dataloaders",
-    "trainloader": "Use train_dataloaders",
-    "val_dataloader": "Pass val_dataloaders to fit, and dataloaders to validate",
-    "val_loader": "Pass val_dataloaders to fit, and dataloaders to validate",
-    "test_dataloaders": "Use dataloaders",
-    "test_dataloader": "Use dataloaders",
-    "loader": "Pass train_dataloaders to fit, and dataloaders to the other methods",
-    "dataloader": "Pass train_dataloaders to fit, and dataloaders to the other methods",
+    **dict.fromkeys(("train_dataloader", "train_loader", "trainloader"), "Use train_dataloaders"),
+    **dict.fromkeys(("val_dataloader", "val_loader"), "Pass val_dataloaders to fit, and dataloaders to validate"),
+    **dict.fromkeys(("test_dataloaders", "test_dataloader"), "Use dataloaders"),
+    **dict.fromkeys(("loader", "dataloader"), "Pass train_dataloaders to fit, and dataloaders to the other methods"),
     "resume_from_checkpoint": "Use ckpt_path",
-    "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
-    "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
+    **dict.fromkeys(("max_epochs", "epochs"), "Pass it to the Trainer: Trainer(max_epochs=...)"),
 }
 """Arguments of fit, validate, test and predict in other libraries, with their replacements."""
 
@@ -280,12 +268,15 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
     is_default = flags["strategy"] is None
     if flags["num_nodes"] == "auto" and launch is None:
-        node = None if NODE_RANKS.isdisjoint(os.environ) else node_of(os.environ)
+        node = node_of(os.environ)
         flags["num_nodes"] = 1 if node is None or node.size is None else node.size
     if is_default and launch is not None and launch.world.size > 1:
         flags["strategy"] = "ddp"
     elif flags["strategy"] == "auto":
-        notice(_AUTO)
+        notice(
+            "strategy='auto' selects the fastest plan that fits, for the ranks of this run. For Lightning's meaning of "
+            "'auto' (ddp for several ranks), omit strategy"
+        )
     is_single = flags["num_nodes"] in (1, "auto") if is_default else _is_single(flags["strategy"])
     if launch is not None and launch.world.size > 1 and is_single and not is_default:
         problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
@@ -320,12 +311,6 @@ def num_ranks_of(given: Mapping[str, Any], *, alone_by_default: bool = False) ->
         devices = int(devices) if devices.isdecimal() else all_devices
     nodes = given.get("num_nodes", "auto")
     return devices * (nodes if isinstance(nodes, int) else 1) if isinstance(devices, int) else 1
-
-
-_AUTO = (
-    "strategy='auto' selects the fastest plan that fits, for the ranks of this run. For Lightning's meaning of 'auto' "
-    "(ddp for several ranks), omit strategy"
-)
 
 
 def _report_unused_devices(accelerator: object) -> None:
@@ -370,9 +355,6 @@ def _all_devices(strategy: object, accelerator: object) -> int:
     return 1
 
 
-FIELD = "optimizer"
-
-
 def own_optimizer_of(value: Any) -> Any:
     """Return ``value`` if it is an optimizer, a subclass of Optimizer, or a function; otherwise None."""
     is_class = isinstance(value, type)
@@ -407,14 +389,14 @@ class OwnOptimizer:
         groups = self._given.param_groups
         if any(id(each) not in self._names for group in groups for each in group["params"]):
             problem = "has parameters that do not belong to the model"
-            raise RoomierError(FIELD, self._given, problem, "Create it with model.parameters() of this model")
+            raise RoomierError("optimizer", self._given, problem, "Create it with model.parameters() of this model")
         replaced = [[now[self._names[id(each)]] for each in group["params"]] for group in groups]
         now_and_before = ((group["params"], new) for group, new in zip(groups, replaced, strict=True))
         if all(one is other for pair in now_and_before for one, other in zip(*pair, strict=True)):
             return self._given
         if self._given.state:
             problem = "has states of parameters that the strategy or the precision replaced"
-            raise RoomierError(FIELD, self._given, problem, "Pass a function: optimizer=lambda parameters: ...")
+            raise RoomierError("optimizer", self._given, problem, "Pass a function: optimizer=lambda parameters: ...")
         for group, new in zip(groups, replaced, strict=True):
             group["params"] = new
         return self._given

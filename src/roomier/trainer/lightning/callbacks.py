@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from roomier import callbacks
 from roomier.api.callback import Callback
@@ -95,6 +94,8 @@ class _Finetuning(callbacks.BaseFinetuning):
     def __init__(self, given: Any) -> None:
         super().__init__()
         self._given = given
+        self.freeze_before_training = given.freeze_before_training  # type: ignore[method-assign]
+        self.finetune_function = given.finetune_function  # type: ignore[method-assign]
 
     @property
     def state_key(self) -> str:
@@ -107,12 +108,6 @@ class _Finetuning(callbacks.BaseFinetuning):
             problem = f"does not support sharded parameters (strategy={strategy!r})"
             raise RoomierError("callbacks", type(self._given).__name__, problem, action)
         super().setup(trainer, pl_module, stage)
-
-    def freeze_before_training(self, pl_module: Module) -> None:
-        self._given.freeze_before_training(pl_module)
-
-    def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
-        self._given.finetune_function(pl_module, epoch, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: value for name, value in self._given.state_dict().items() if name != _GROUPS}
@@ -150,25 +145,22 @@ def _adopted(callback: Any) -> Any:
         raise RoomierError("callbacks", type(callback).__name__, problem, REFUSED[name])
     make = MADE.get(name)
     if make is None:
-        action = f"Use a roomier callback (see help(roomier.callbacks)), or implement its hooks in a {_OWN}"
+        action = "Use a roomier callback (see help(roomier.callbacks)), or implement its hooks in a callback"
         problem = f"is not supported, because roomier has no equivalent of Lightning's {name}"
         raise RoomierError("callbacks", type(callback).__name__, problem, action)
     left = [each for each in added_names(callback, builtin) if each not in _MAY_ADD.get(name, ())]
     if left and name not in _DRAWS:
         problem = f"runs as roomier's {name}, which would not call its methods {', '.join(left)}"
-        action = f"Derive it from roomier.callbacks.{name}, or implement these methods in a separate {_OWN}"
+        action = f"Derive it from roomier.callbacks.{name}, or implement these methods in a separate callback"
         raise RoomierError("callbacks", type(callback).__name__, problem, action)
     own = make(callback)
     unheard = f"; its methods {', '.join(left)} are not called" if left else ""
-    remark = _REMARKS.get(name, "")
+    remark = _REMARK if name == "ModelCheckpoint" else ""
     notice(f"callbacks: Lightning's {type(callback).__name__} runs as roomier.callbacks.{_name(own)}{remark}{unheard}")
     return own
 
 
-_OWN = "callback"
-_REMARKS = {
-    "ModelCheckpoint": "; its checkpoints are folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)"
-}
+_REMARK = "; its checkpoints are folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)"
 
 
 def _name(own: Any) -> str:
@@ -242,8 +234,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "ModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
     "RichModelSummary": lambda given: callbacks.RichModelSummary(max_depth=given._max_depth),
     **dict.fromkeys(_PROGRESS_BARS, _progress_bar),
-    "WeightAveraging": _weight_averaging,
-    "EMAWeightAveraging": _weight_averaging,
+    **dict.fromkeys(("WeightAveraging", "EMAWeightAveraging"), _weight_averaging),
     "StochasticWeightAveraging": _stochastic_weight_averaging,
     "GradientAccumulationScheduler": lambda given: callbacks.GradientAccumulationScheduler(dict(given.scheduling)),
     "BaseFinetuning": _Finetuning,
@@ -253,10 +244,8 @@ MADE: dict[str, Callable[[Any], Any]] = {
 }
 _MAY_ADD = {
     **dict.fromkeys(_PROGRESS_BARS, ("get_metrics",)),
-    "WeightAveraging": ("should_update",),
-    "EMAWeightAveraging": ("should_update",),
-    "BaseFinetuning": ("freeze_before_training", "finetune_function"),
-    "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
+    **dict.fromkeys(("WeightAveraging", "EMAWeightAveraging"), ("should_update",)),
+    **dict.fromkeys(("BaseFinetuning", "BackboneFinetuning"), ("freeze_before_training", "finetune_function")),
 }
 _DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
 """Callbacks that only print. Methods that a subclass adds are reported in a notice, but not called."""

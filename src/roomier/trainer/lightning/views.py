@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -25,6 +25,7 @@ from roomier.callbacks.prediction_writer import PredictionWriter
 from roomier.core.all_gather import all_gather
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError
+from roomier.core.torch_private import replace_functions
 from roomier.core.tree import map_tensors
 from roomier.run.run import run_of
 from roomier.techniques.precision.policy import Precision, precision_of
@@ -185,14 +186,8 @@ def accelerator_of(trainer: TrainerView) -> Any:
     return DeviceTypeView(device)
 
 
-class _SkipsInit(TorchFunctionMode):
-    """Mode in which the functions of ``torch.nn.init`` return their tensor unchanged."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+_WITHOUT_INIT = dict.fromkeys(filter(isfunction, vars(nn.init).values()), lambda tensor, *_, **__: tensor)
+"""Replacements of the functions in ``torch.nn.init``, which return their tensor unchanged."""
 
 
 @contextmanager
@@ -208,12 +203,8 @@ def init_module(trainer: TrainerView, empty_init: bool | None = None) -> Iterato
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        with device:
-            if empty_init:
-                with _SkipsInit():
-                    yield
-            else:
-                yield
+        with device, replace_functions(_WITHOUT_INIT) if empty_init else nullcontext():
+            yield
     finally:
         torch.set_default_dtype(before)
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any, Literal
@@ -214,21 +215,14 @@ def lr_find(
         plan = dataclasses.replace(plan, optimizer=held)
     probe = math.sqrt(min_lr * max_lr)
 
-    def prepare(run: Run) -> None:
-        test.take_groups(run, name, probe)
-
-    def change_model(copied: nn.Module) -> None:
-        if name:
-            set_attribute(copied, name, probe)
-
     run_trial(
         trainer,
         subject,
         plan=plan,
         max_steps=num_training,
         callback=test,
-        change_model=change_model,
-        prepare=prepare,
+        change_model=partial(set_attribute, name=name, learning_rate=probe) if name else None,
+        prepare=partial(test.take_groups, name=name, probe=probe),
     )
     curve = LearningRateCurve(tuple(rates[: len(test.losses)]), tuple(test.losses), mode)
     if update_attr:

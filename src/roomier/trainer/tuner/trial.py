@@ -144,11 +144,8 @@ def _copied(
     subject: Subject, trainer: TrainerAttributes, trial: TrainerAttributes
 ) -> tuple[nn.Module, DataModule | None]:
     """Return copies of the model and the DataModule. The copies use the same data as the originals."""
-    memo: dict[int, Any] = {id(trainer): trial}
-    for part in subject.model.modules():
-        former = vars(part).get("_trainer")
-        if former is not None:
-            memo[id(former)] = trial
+    former = (vars(part).get("_trainer") for part in subject.model.modules())
+    memo: dict[int, Any] = {id(each): trial for each in (trainer, *former) if each is not None}
     memo |= {id(each): each for each in _held_data(subject)}
     try:
         return copy.deepcopy((subject.model, subject.datamodule), memo)

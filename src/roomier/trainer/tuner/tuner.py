@@ -17,7 +17,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
-from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TracksStep, first_step_of, tracked_step
+from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TracksStep, first_step_of
 from roomier.core.device.memory import release_cached
 from roomier.core.device.resolve import resolve_device
 from roomier.core.errors import RoomierError, check_integer
@@ -199,8 +199,7 @@ class _Trials:
             raise TrialOverError
 
         run_trial(self.trainer, self.subject, plan=self.plan, max_steps=1, callback=Callback(), cut=look)
-        [(of_step, num_samples)] = found
-        return of_step, num_samples
+        return found[0]
 
     def fits(self, size: int) -> bool:
         """Return True if steps with micro-batches of ``size`` samples stay within the limit."""
@@ -249,13 +248,10 @@ class _PeakOfAStep(TracksStep):
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         step = first_step_of(trainer)
         # The last step of an epoch may contain fewer samples.
-        self._tracked = tracked_step(trainer, step + 1 if of_epoch > 1 and step % of_epoch == 0 else step)
-
-    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self._tracked is not None:
-            self._tracked.begin_batch(trainer)
+        self.next_step = step + 1 if of_epoch > 1 and step % of_epoch == 0 else step
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
+        self.next_step = None
         self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
         trainer.should_stop = True
 
