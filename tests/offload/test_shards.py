@@ -78,7 +78,7 @@ def train(offloads: bool, dtype: torch.dtype | None, recompute: str, num_shards:
             loss.backward()
             shards.end_backward()
             if offloaded is not None:
-                offloaded.end_backward()
+                offloaded.gradients.leave_complete()
             result.losses.append(loss.item())
         for each, optimizer in optimizers.items():
             if each in inside:

@@ -488,7 +488,7 @@ def _zeros(spec: Spec) -> Tensor:
         return made
     # Not a view, because autograd rejects changes in place of a view that a custom function returns.
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-    made.untyped_storage().fill_(0)
+    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
     return made
 
 
