@@ -38,7 +38,7 @@ class MetricsSnapshot(dict[str, Any]):
         super().__setitem__(name, value)
         self._given[name] = value
 
-    update = MutableMapping.update  # type: ignore[assignment]  # calls __setitem__, unlike the method of dict
+    update = MutableMapping.update  # calls __setitem__, unlike the method of dict
 
 
 class TrainerView(Protocol):

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiplicativeLR
 
 from roomier.core import forms
 from roomier.core.errors import PlanError
-from roomier.core.forms import Form, FormError, anything, count, fields, item_of, list_of, number, optional
+from roomier.core.forms import Form, FormError, anything, count, fields, item_of, items, list_of, number, optional
 from roomier.core.log import notice
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -153,7 +153,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
     own = {key: value for key, value in (scheduler.state_dict() or {}).items() if not callable(value)}
     _check_names(scheduler, own, saved, place)
     if isinstance(scheduler, LRScheduler):
-        rates = list_of(number, len(scheduler.base_lrs)) if hasattr(scheduler, "base_lrs") else anything
+        rates = items(*[number] * len(scheduler.base_lrs)) if hasattr(scheduler, "base_lrs") else anything
         known: dict[str, Form] = {
             "last_epoch": forms.integer(-1),
             "_step_count": count,
@@ -166,10 +166,10 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
     if _PARTS in own and _PARTS not in saved:
         raise FormError(place, saved, f"a mapping with the key {_PARTS!r}")
     if _MILESTONES in own.keys() & saved.keys():
-        list_of(anything, len(own[_MILESTONES]))(saved[_MILESTONES], item_of(place, _MILESTONES))
+        items(*[anything] * len(own[_MILESTONES]))(saved[_MILESTONES], item_of(place, _MILESTONES))
     for key in {_PARTS, _FUNCTIONS} & own.keys() & saved.keys():
         objects = getattr(scheduler, key)
-        list_of(anything, len(objects))(saved[key], item_of(place, key))
+        items(*[anything] * len(objects))(saved[key], item_of(place, key))
         for index, (each, state) in enumerate(zip(objects, saved[key], strict=True)):
             of_part = f"{item_of(place, key)}[{index}]"
             if key == _PARTS:
