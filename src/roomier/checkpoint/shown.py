@@ -132,8 +132,8 @@ class ShownCheckpoint(dict[str, Any]):
 
     # These methods call the methods above, unlike those of dict.
     get = MutableMapping.get  # type: ignore[assignment]
-    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
-    update = MutableMapping.update  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
 
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
