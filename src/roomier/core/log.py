@@ -21,7 +21,8 @@ def notice(message: str, *, every_rank: bool = False) -> None:
         every_rank: if True, print on each rank that calls this function. By default, only rank 0 prints.
     """
     if not _is_quiet.get() and (every_rank or is_first_rank()):
-        print(f"roomier: {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"roomier: {message}\n")  # in one write, because ranks share the terminal
+        sys.stderr.flush()
 
 
 @contextmanager
