@@ -103,6 +103,6 @@ def test_an_outage_is_not_a_missing_checkpoint(s3: Proxy, monkeypatch: pytest.Mo
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         began_s = time.monotonic()
-        with pytest.raises(RoomierError, match=r"cannot be read \(\w+: Could not connect.*Check the network"):
+        with pytest.raises(RoomierError, match=r"cannot be read \(Could not connect.*Check the network"):
             checkpoint.find_last("s3://bucket/runs")
         assert time.monotonic() - began_s < 60

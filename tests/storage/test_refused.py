@@ -93,7 +93,7 @@ def test_a_run_is_refused_before_its_first_step(
     url = f"http://{s3.upstream}" if way == "direct" else s3.url
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and never answers
         if case == "missing bucket":
-            root, action = "s3://missing/runs", "Check the name of the bucket, or create it"
+            root, action = "s3://missing/runs", "Create the bucket, or check its name"
         elif case == "no credentials":
             action = "Check the credentials"
             monkeypatch.delenv("AWS_ACCESS_KEY_ID")

@@ -213,31 +213,17 @@ def _call(path: RemotePath, request: Callable[[Any, str], T]) -> T:
     """Return ``request(system, name)``, and repeat it after an error that may be temporary."""
     system, name = filesystem(str(path))
     began_s = time.monotonic()
-
-    def is_final(error: Exception) -> bool:
-        return isinstance(error, FileNotFoundError) or time.monotonic() - began_s > _PATIENCE_S
-
-    try:
-        return repeated(lambda: request(system, name), _WAITS_S, is_final)
-    except Exception as error:
-        if isinstance(error, FileNotFoundError) and not has_no_bucket(error):
-            raise FileNotFoundError(errno.ENOENT, "Does not exist", str(path)) from error
-        raise StorageError("path", str(path), *explained(error, "read")) from error
-
-
-def repeated(request: Callable[[], T], waits_s: Sequence[float], is_final: Callable[[Exception], bool]) -> T:
-    """Return ``request()``, and repeat it after an error that may be temporary. Raises the last error of the client.
-
-    Args:
-        waits_s: times to wait before the request is repeated.
-        is_final: function that returns True for an error after which the request is not repeated.
-    """
-    for wait_s in (*waits_s, None):
+    for wait_s in (*_WAITS_S, None):
         try:
-            return request()
+            return request(system, name)
+        except FileNotFoundError as error:
+            if has_no_bucket(error):
+                problem = "cannot be read, because its bucket does not exist"
+                raise StorageError("path", str(path), problem, "Check the name of the bucket") from error
+            raise FileNotFoundError(errno.ENOENT, "Does not exist", str(path)) from error
         except Exception as error:  # each client has its own errors
-            if wait_s is None or is_denied(error) or is_final(error):
-                raise
+            if wait_s is None or time.monotonic() - began_s > _PATIENCE_S or is_denied(error):
+                raise _storage_error(path, error) from error
         time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 
@@ -253,12 +239,10 @@ def is_denied(error: Exception) -> bool:
     return isinstance(error, PermissionError) or "Credentials" in kind or text.startswith("Forbidden")
 
 
-def explained(error: Exception, done: str) -> tuple[str, str]:
-    """Return the problem and the action for an ``error`` of a client. ``done`` is ``"read"`` or ``"written"``."""
-    text = " ".join(str(error).split())[:200]
-    if has_no_bucket(error):
-        return f"cannot be {done}, because its bucket does not exist", "Check the name of the bucket, or create it"
+def _storage_error(path: RemotePath, error: Exception) -> StorageError:
+    text = " ".join(str(error).split())[:200] or type(error).__name__
     if is_denied(error):
-        problem = f"cannot be {done}, because the storage denied access ({text})"
-        return problem, "Check the credentials, and their permissions for the bucket"
-    return f"cannot be {done} ({type(error).__name__}: {text})", "Check the network and the address of the server"
+        problem = f"cannot be read, because the storage denied access ({text})"
+        return StorageError("path", str(path), problem, "Check the credentials, and their permissions for the bucket")
+    problem = f"cannot be read ({text})"
+    return StorageError("path", str(path), problem, "Check the network and the address of the server, and run it again")

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from roomier.core.errors import CheckpointError
 from roomier.core.replacing import replacing_path
 from roomier.storage.address import filesystem
-from roomier.storage.remote_path import RemotePath, StorageError, explained, has_no_bucket, repeated
+from roomier.storage.remote_path import RemotePath, StorageError, has_no_bucket, is_denied
 
 T = TypeVar("T")
 
@@ -137,14 +138,26 @@ def sizes_in(folder: RemotePath) -> dict[str, int]:
 
 
 def _repeated(target: RemotePath, request: Callable[[Any, str], T], waits_s: Sequence[float] | None = None) -> T:
-    system, name = filesystem(str(target))
-    try:
-        return repeated(
-            lambda: request(system, name),
-            WAITS_S if waits_s is None else waits_s,
-            lambda error: isinstance(error, ConflictError) or has_no_bucket(error),
-        )
-    except ConflictError:
-        raise
-    except Exception as error:
-        raise CheckpointError("path", str(target), *explained(error, "written")) from error
+    for wait_s in (*(WAITS_S if waits_s is None else waits_s), None):
+        try:
+            return request(*filesystem(str(target)))
+        except ConflictError:
+            raise
+        except Exception as error:  # each client has its own errors
+            if wait_s is None or is_denied(error) or has_no_bucket(error):
+                raise _cannot_write(target, error) from error
+        time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _cannot_write(target: RemotePath, error: Exception) -> CheckpointError:
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    if has_no_bucket(error):
+        problem = "cannot be written, because its bucket does not exist"
+        return CheckpointError("path", str(target), problem, "Create the bucket, or check its name")
+    if is_denied(error):
+        problem = f"cannot be written, because the storage denied access ({text})"
+        action = "Check the credentials, and their permission to write to the bucket"
+        return CheckpointError("path", str(target), problem, action)
+    action = "Check the network and the address of the server"
+    return CheckpointError("path", str(target), f"cannot be written ({type(error).__name__}: {text})", action)
