@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,11 @@ class WeightsFile:
         RoomierError: ``path`` is not a supported file or folder, a file in an index is missing, or a file is damaged.
     """
 
-    _stored: Mapping[str, Any]  # tensors, or objects of _FileTensor
-    _conversions: Sequence[Conversion] = ()
-
     def __init__(self, path: str | Path) -> None:
         self.path = at_home(path, "weights", RoomierError)
         self._stored = {name: each for path in _files_of(self.path) for name, each in _stored_in(path).items()}
+        self._shapes = {name: each.shape for name, each in self._stored.items()}
+        self._conversions: list[Conversion] = []
 
     def check(self, network: nn.Module) -> set[str]:
         """Compare names and shapes with ``network``. Adapters may be missing from the file.
@@ -76,9 +75,9 @@ class WeightsFile:
         Raises:
             RoomierError: a name or shape in the file does not match ``network``.
         """
-        wanted, stored = tensors_of(network), self._stored.items()
+        wanted = _tensors_of(network)
         prefix = self._prefix(network, wanted)
-        same = [Conversion((name,), {f"{prefix}{name}": tuple(each.shape)}, None) for name, each in stored]
+        same = [Conversion((name,), {f"{prefix}{name}": shape}, None) for name, shape in self._shapes.items()]
         problems, self._conversions = self._compared(same, wanted), same
         if problems:
             converted = self._as_pretrained(network, wanted)
@@ -98,7 +97,7 @@ class WeightsFile:
             return []
         prefix, model = found
         shapes = {name[len(prefix) :]: tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
-        conversions = conversions_from_files(model, {name: each.shape for name, each in self._stored.items()}, shapes)
+        conversions = conversions_from_files(model, self._shapes, shapes)
         return [
             replace(each, targets={f"{prefix}{name}": shape for name, shape in each.targets.items()})
             for each in conversions
@@ -130,11 +129,11 @@ class WeightsFile:
         Raises:
             RoomierError: a file is damaged.
         """
-        wanted = tensors_of(network)
+        wanted = _tensors_of(network)
         converted: dict[str, None] = {}
         for each in self._conversions:
             sources = {name: self._stored[name] for name in each.sources}
-            made: Iterable[Any] = sources.values()
+            made: Iterable[_FileTensor | Tensor] = sources.values()
             if each.run is not None:
                 made = each.run({name: stored.whole() for name, stored in sources.items()}).values()
             for name, values in zip(each.targets, made, strict=True):
@@ -161,8 +160,8 @@ class WeightsFile:
         return ""
 
 
-def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters of ``network``, with each name of a tied parameter, and its persistent buffers."""
+def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    # The result contains all parameters, with each name of a tied parameter, and the persistent buffers.
     tensors = {name: each for name, each in network.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     return {**dict(network.named_parameters(remove_duplicate=False)), **tensors}
 

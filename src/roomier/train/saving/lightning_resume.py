@@ -26,20 +26,21 @@ from roomier.api.callback import Callback, ChecksState
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, LoopPosition, books_of
-from roomier.checkpoint.verbs import some_of
-from roomier.core.errors import CheckpointError, first_few
+from roomier.core.errors import CheckpointError, RoomierError, first_few
 from roomier.core.forms import FormError, anything, fields, item_of
-from roomier.core.hugging_face import Conversion
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.core.sharded import local_part
 from roomier.engine.optimizer_state import parameter_names
-from roomier.engine.weights_file import WeightsFile, tensors_of
+from roomier.engine.weights_file import prepare_nothing
 from roomier.run.run import Run
+from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.optim.schedule import check_scheduler
+from roomier.techniques.parallel.pages import local_rows
 from roomier.train.saving.group_values import report_kept_values
 
 
-class LightningWeights(WeightsFile):
+class LightningWeights:
     """Weights in a Lightning checkpoint that are used as initial weights of a model. See :class:`WeightsToRead`.
 
     The names may differ by a prefix if the checkpoint contains a submodule of the model, or if the model is a submodule
@@ -54,21 +55,40 @@ class LightningWeights(WeightsFile):
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
-        file = opened(path, ranks, field="weights")
-        self.path = file.path
-        self._stored = {name: each for name, each in file.state_dict.items() if isinstance(each, Tensor)}
+        self._file = opened(path, ranks, field="weights")
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def check(self, network: nn.Module) -> set[str]:
-        """Compare names and shapes with ``network``. Adapters may be missing from the file.
+        """Return the names of the tensors of ``network`` that the file provides.
 
         Raises:
             RoomierError: the names or shapes in the file do not match the model.
         """
-        self._stored = _under_names_of(tensors_of(network), self._stored)
-        return super().check(network)
+        wanted = _tensors_of(network)
+        found = {name: each for name, each in self._file.state_dict.items() if isinstance(each, torch.Tensor)}
+        self._tensors = _under_names_of(wanted, found)
+        present = {id(wanted[name]) for name in self._tensors if name in wanted}
+        lacking = [name for name, each in wanted.items() if name not in self._tensors and id(each) not in present]
+        problems = _differences(wanted, self._tensors, [name for name in lacking if not is_adapter(name)])
+        if problems:
+            action = "Pass the weights of this model, or build the model that was saved"
+            path = str(self._file.path)
+            raise RoomierError("weights", path, f"does not match the model: {'; '.join(problems)}", action)
+        return wanted.keys() - set(lacking)
 
-    def _as_pretrained(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> list[Conversion]:
-        return []  # the names are those of the module, not of files of Hugging Face
+    @torch.no_grad()
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
+        """Copy this rank's shards of the weights into the tensors of ``network``.
+
+        Args:
+            prepare: function that is called with each tensor before it is written.
+        """
+        for name, target in _tensors_of(network).items():
+            if name not in self._tensors:
+                continue
+            source = self._tensors[name]
+            prepare(target)
+            local_part(target).copy_(source[local_rows(target)] if target.dim() else source)
 
 
 def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFile:
@@ -277,7 +297,13 @@ def _is_key_of(own: str, stored: str) -> bool:
     return own.partition(mark)[0] == stored.partition(mark)[0] and (own == stored or mark in own)
 
 
-def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_of(network: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = network.state_dict(keep_vars=True).items()
+    stored = {name: each for name, each in tensors if isinstance(each, torch.Tensor)}
+    return {**dict(network.named_parameters(remove_duplicate=False)), **stored}
+
+
+def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return ``found``. A prefix is added or removed if the resulting names match ``wanted``."""
     if not found or not wanted.keys().isdisjoint(found):
         return dict(found)
@@ -301,20 +327,21 @@ def check_weights(path: Path, own: Mapping[str, Any], found: Mapping[str, Any]) 
     Raises:
         CheckpointError: the checkpoint does not match the model.
     """
-    unexpected = [name for name in found if name not in own]
-    different = [
-        f"{name} {list(found[name].shape)} for {list(each.shape)}"
-        for name, each in own.items()
-        if isinstance(each, Tensor) and getattr(found.get(name), "shape", each.shape) != each.shape
-    ]
-    problems = [
-        *some_of("missing", sorted(own.keys() - found.keys())),
-        *some_of("unexpected", unexpected),
-        *some_of("different shapes", different),
-    ]
+    problems = _differences(own, found, sorted(own.keys() - found.keys()))
     if problems:
         action = (
             "Pass a checkpoint of this model, or build the model that was saved. With strict_loading = False, the "
             "module ignores missing and unexpected weights"
         )
         raise CheckpointError("ckpt_path", str(path), f"does not match the model: {'; '.join(problems)}", action)
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str]) -> list[str]:
+    unexpected = [name for name in found if name not in wanted]
+    different = [
+        f"{name} {list(found[name].shape)} for {list(each.shape)}"
+        for name, each in wanted.items()
+        if isinstance(each, Tensor) and getattr(found.get(name), "shape", each.shape) != each.shape
+    ]
+    titles = (("missing", missing), ("unexpected", unexpected), ("different shapes", different))
+    return [f"{title}: {first_few(names)}" for title, names in titles if names]

@@ -35,7 +35,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.tree import to_device
 from roomier.data.position import check_generators
-from roomier.engine.weights_file import WeightsFile, prepare_nothing, tensors_of
+from roomier.engine.weights_file import WeightsFile, prepare_nothing
 from roomier.loggers.group import set_run_folder
 from roomier.plan import Plan
 from roomier.plan.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
@@ -381,7 +381,8 @@ class PlainCheckpoint:
     def check(self, network: nn.Module) -> set[str]:
         """Return the names of the tensors in ``network`` that the checkpoint provides, which are all tensors except
         adapters."""
-        return {name for name in tensors_of(network) if not is_adapter(name)}
+        tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
+        return {name for name in tensors if not is_adapter(name)}
 
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
         """Read the weights into the tensors of ``network``.
