@@ -30,13 +30,12 @@ from roomier.core.errors import CheckpointError, RoomierError, first_few
 from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.sharded import local_part
+from roomier.core.sharded import local_part, local_rows
 from roomier.engine.optimizer_state import parameter_names
 from roomier.engine.weights_file import prepare_nothing
 from roomier.run.run import Run
 from roomier.techniques.adapters.layers import is_adapter
 from roomier.techniques.optim.schedule import check_scheduler
-from roomier.techniques.parallel.pages import local_rows
 from roomier.train.saving.group_values import report_kept_values
 
 
