@@ -18,10 +18,10 @@ class Net(roomier.Module):
         self.save_hyperparameters()
         self.lr = lr
         self.seen: list[int] = []
-        self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
+        self.network = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        loss = (self.network(batch[0]) - batch[1]).square().mean()
         self.seen.append(batch_idx)
         self.log("train_loss", loss)
         return loss

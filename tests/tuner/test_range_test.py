@@ -44,7 +44,10 @@ def test_rates_rise_from_the_first_to_the_last(make_trainer, loader, mode: str) 
 def test_groups_keep_their_ratios_and_accumulation_its_steps(make_trainer, loader) -> None:
     class TwoGroups(Recording):
         def configure_optimizers(self) -> Any:
-            groups = [{"params": self.net[0].parameters(), "lr": self.lr / 10}, {"params": self.net[3].parameters()}]
+            groups = [
+                {"params": self.network[0].parameters(), "lr": self.lr / 10},
+                {"params": self.network[3].parameters()},
+            ]
             return torch.optim.SGD(groups, self.lr)
 
     trainer = make_trainer(accumulate_grad_batches=2)
@@ -228,7 +231,10 @@ class Two(Net):
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.net[0].parameters(), self.lr), torch.optim.SGD(self.net[3].parameters(), self.lr)]
+        return [
+            torch.optim.SGD(self.network[0].parameters(), self.lr),
+            torch.optim.SGD(self.network[3].parameters(), self.lr),
+        ]
 
 
 class NoRate(Named):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
-from roomier.api.module import Module
+from roomier.api.module import Module, network_of
 from roomier.api.overrides import overrides
 from roomier.cli.optimizer_option import with_optimizer
 from roomier.core.errors import RoomierError
@@ -114,7 +114,7 @@ def class_request(
     workload = Workload.of(module, batch_of(inputs) if inputs is not None else _first_batch(module, data, stand_in))
     if batch_size is not None:
         workload = workload.with_batch_size(batch_size)
-    return Asked(type(getattr(module, "network", module)).__name__, workload)
+    return Asked(type(network_of(module)).__name__, workload)
 
 
 def tokens_per_sample(workload: Workload) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from roomier.api.module import network_of
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.device.resolve import resolve_device
@@ -97,7 +98,7 @@ def write_picture(curve: LearningRateCurve, run: Run) -> None:
 
 def _was_fitted(trainer: TrainerAttributes, model: nn.Module) -> bool:
     fitted = trainer.fitted
-    return fitted is not None and (fitted.module is model or getattr(fitted.module, "network", None) is model)
+    return fitted is not None and model in (fitted.module, network_of(fitted.module))
 
 
 def _take_from(trainer: TrainerAttributes, model: nn.Module, path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.module import Module
+from roomier.api.module import Module, network_of
 from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError, check_integer
 from roomier.core.log import notice
@@ -337,7 +337,7 @@ def _check_is_used(module: Module, name: str, probe: float, highest: list[float]
     Raises:
         RoomierError: the learning rates do not depend on the attribute.
     """
-    network = getattr(module, "network", module)
+    network = network_of(module)
     set_attribute(network, name, 2 * probe)
     optimizers = read_configured(module.configure_optimizers()).optimizers
     set_attribute(network, name, probe)
