@@ -89,19 +89,24 @@ class ShardSlot:
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The parameter whose data is replaced."""
         return self.shard.parameter
 
     @property
     def content(self) -> Tensor:
+        """The stored tensor, with its padding."""
         return self.shard.padded
 
     def own(self, stored: Tensor) -> Tensor:
+        """Return the part of ``stored`` that belongs to the shard, without padding."""
         return self.shard.within(stored)
 
     def show(self, stored: Tensor) -> None:
+        """Make ``stored`` the data of the shard."""
         self.shard.place(stored, self.own(stored))
 
     def leave_meta(self, stored: Tensor) -> None:
+        """Raise an error, because no sharded parameter is on the meta device."""
         raise AssertionError("a model on the meta device has values before it is sharded")
 
 
