@@ -486,10 +486,13 @@ def _zeros(spec: Spec) -> Tensor:
     if spec.requires_grad:
         made = _Zeros.apply(torch.zeros((), requires_grad=True), spec)  # type: ignore[no-untyped-call]
         return made
+    made = torch.zeros(spec.shape, dtype=spec.dtype)
+    if made.stride() == spec.stride:
+        return made
+    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    base = torch.zeros(max(1, num_elements), dtype=spec.dtype)
     # Not a view, because autograd rejects changes in place of a view that a custom function returns.
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
-    return made
+    return torch.empty(0, dtype=spec.dtype).set_(base.untyped_storage(), 0, spec.shape, spec.stride)
 
 
 def _alike(tensor: Tensor) -> Tensor:
