@@ -115,8 +115,9 @@ DETECTED: dict[str, str] = {
     "roomier.callbacks.prediction_writer:_save | tensor.detach().cpu()": "written predictions",
     "roomier.callbacks.spike_guard:SpikeGuard._read | torch.stack(figures).cpu()": "spike guard",
     "roomier.callbacks.straggler_monitor:StragglerMonitor.on_train_batch_end | synchronize(self._device)": "stragglers",
-    "roomier.callbacks.throughput:Throughput._log | torch.accelerator.synchronize(self._device)": "throughput",
-    "roomier.callbacks.weight_averaging:WeightAveraging._share_buffers | average.averages[n].cpu()": "averaged buffers",
+    "roomier.callbacks.throughput:Throughput._log | torch.accelerator.synchronize(device)": "throughput",
+    "roomier.callbacks.weight_averaging:WeightAveraging._share_buffers | "
+    "average.averages[name].cpu()": "averaged buffers",
     "roomier.checkpoint.background:BackgroundSaver._stage | synchronize(device)": "background save",
     "roomier.checkpoint.background:BackgroundSaver._buffer | "
     "torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))": "background save",
@@ -229,6 +230,7 @@ OF_THE_HOST = {
     "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
     "roomier.launch.preemption:PreemptionThread._run | self._is_closed.wait(_PERIOD_S)",
     "roomier.launch.lighthouse:Lighthouse._beat | self._stop.wait(_BEAT_S)",
+    "roomier.launch.survivors:KillWatch.continues_without_silent_ranks | self._stop.wait(_POLL_S)",
     "roomier.launch.survivors:KillWatch._watch | self._stop.wait(_POLL_S)",
     "roomier.launch.survivors:KillWatch._watch | self._stop.wait(_POLL_S) #2",
     "roomier.launch.survivors:KillWatch.survivors | self._is_lost.wait(PATIENCE_S)",

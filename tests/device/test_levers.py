@@ -51,7 +51,6 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 # With smaller batches, all activations are smaller than the smallest tensor that is moved. With fewer than three
 # blocks, no activation leaves the device.
 SIZES = {lever: {"batch_size": 16, "num_blocks": 4} for lever in ("offload", "disk")}
-SIZES["muon"] = {"num_blocks": 1}  # without bf16 instructions, its updates of more blocks take minutes
 _SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 REJECTED = {
     *(("step in backward", name) for name in ("ddp", "zero1")),
