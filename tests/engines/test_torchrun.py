@@ -98,7 +98,7 @@ def agents(notes: Path, options: dict[str, object]) -> Iterator[Agents]:
     ("strategy", "sizes"),
     [
         ("ddp", (2, 3, 2)),
-        ("zero3", (4, 3)),
+        ("zero3", (2, 3, 2)),
         pytest.param("ddp", (2, 3, 2, 4, 2), marks=pytest.mark.slow),
         pytest.param("zero2", (4, 3, 4, 2), marks=pytest.mark.slow),
         pytest.param("zero3", (4, 2, 4, 3), marks=pytest.mark.slow),
